@@ -1218,8 +1218,8 @@ _CHECKPOINT = [
         "stale_folder_taken",
         "A run resumes from the oldest checkpoint.",
         "checkpoint/saving.py",
-        "candidates.sort(key=lambda one: one[1].step, reverse=True)",
-        "candidates.sort(key=lambda one: one[1].step)",
+        "candidates.sort(key=lambda pair: pair[1].step, reverse=True)",
+        "candidates.sort(key=lambda pair: pair[1].step)",
         ("checkpoint/test_saving.py::TestResume::test_from_the_newest",),
     ),
     Defect(
@@ -1276,8 +1276,8 @@ _CHECKPOINT = [
         "one_rank_resumes_alone",
         "A rank that finds its file damaged does not tell the others.",
         "checkpoint/disk.py",
-        "problems = [one for one in self._mesh.all_gather(problem) if one]",
-        "problems = [one for one in [problem] if one]",
+        "problems = [message for message in self._mesh.all_gather(problem) if message]",
+        "problems = [message for message in [problem] if message]",
         ("checkpoint/test_saving.py::TestRanks::test_damage_that_one_rank_finds_is_passed_over_by_all",),
     ),
 ]
@@ -1295,8 +1295,8 @@ _OBSERVE = [
         "pauses_are_counted",
         "Evaluations and saving count as time of training.",
         "observe/meter.py",
-        "own = sum(time for part, time in parts.items() if part not in _PAUSES)",
-        "own = sum(parts.values())",
+        "working = sum(time for part, time in parts.items() if part not in _PAUSES)",
+        "working = sum(parts.values())",
         ("observe/test_meter.py",),
     ),
     Defect(
@@ -1362,8 +1362,8 @@ _TRAINING = [
         "request_of_a_callback_on_one_rank",
         "Only the rank whose callback asks for an evaluation makes it.",
         "training/loop.py",
-        "evaluate, save, stop = self.mesh.agree_any(own.evaluate, own.save, own.stop)",
-        "evaluate, save, stop = own.evaluate, own.save, own.stop",
+        "evaluate, save, stop = self.mesh.agree_any(request.evaluate, request.save, request.stop)",
+        "evaluate, save, stop = request.evaluate, request.save, request.stop",
         ("training/test_loop.py::TestRequests::test_of_one_rank_are_followed_by_all_ranks",),
     ),
     Defect(

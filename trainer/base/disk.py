@@ -98,10 +98,10 @@ def numbered_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # tokenizers has no class of its own
-        found = None if isinstance(error, OSError) else _SYSTEM_ERROR.search(str(error))
-        if found is None:
+        match = None if isinstance(error, OSError) else _SYSTEM_ERROR.search(str(error))
+        if match is None:
             raise
-        raise OSError(int(found[1]), os.strerror(int(found[1]))) from error
+        raise OSError(int(match[1]), os.strerror(int(match[1]))) from error
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:

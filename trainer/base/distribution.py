@@ -35,7 +35,7 @@ def installed(package: str) -> str | None:
 
 def versions() -> dict[str, str]:
     """Return the versions that a run names: of trainer, Python, the packages it uses, and those that extend it."""
-    found = {package: installed(package) for package in _RECORDED}
-    own = {"trainer": trainer.__version__, "python": platform.python_version()}
+    packages = {package: installed(package) for package in _RECORDED}
+    interpreter = {"trainer": trainer.__version__, "python": platform.python_version()}
     extending = dict(package.rsplit(" ", 1) for package in extensions.packages().values())
-    return own | {package: number for package, number in found.items() if number is not None} | extending
+    return interpreter | {package: number for package, number in packages.items() if number is not None} | extending

@@ -188,8 +188,8 @@ def resolved(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     module, _, name = value.partition(":")
-    found = importlib.import_module(module)
-    return getattr(found, name) if name else found
+    target = importlib.import_module(module)
+    return getattr(target, name) if name else target
 
 
 class Table(UserDict[str, Row]):

@@ -22,8 +22,8 @@ def scratch_folder() -> Iterator[Path]:
     """Make a temporary folder for the block; before, remove those of killed processes of this machine."""
     machine = sha256(this_machine().encode()).hexdigest()[:8]
     _remove_abandoned(Path(tempfile.gettempdir()), machine)
-    own = f"{_PREFIX}{machine}-{getpid()}-{start_of(getpid())}-"
-    with tempfile.TemporaryDirectory(prefix=own) as name:
+    prefix = f"{_PREFIX}{machine}-{getpid()}-{start_of(getpid())}-"
+    with tempfile.TemporaryDirectory(prefix=prefix) as name:
         yield Path(name)
 
 
@@ -31,7 +31,7 @@ def _remove_abandoned(parent: Path, machine: str) -> None:
     if not this_machine():  # processes of different machines look alike
         return
     for folder in parent.glob(f"{_PREFIX}{machine}-*"):
-        found = _NAME.fullmatch(folder.name)
+        match = _NAME.fullmatch(folder.name)
         # A process with this number but another start is a later one.
-        if found and start_of(int(found["pid"])) != found["start"]:
+        if match and start_of(int(match["pid"])) != match["start"]:
             shutil.rmtree(folder, ignore_errors=True)

@@ -36,8 +36,8 @@ def listed(values: Sequence[object], most: int, separator: str = ", ") -> str:
 
 def blanks_hint(name: str, names: Iterable[str]) -> str:
     """Return a further sentence part if one of the names is `name` with blanks around it; else nothing."""
-    found = next((one for one in names if one != name and one.strip() == name.strip()), None)
-    return f"; write {json.dumps(found, ensure_ascii=False)}, with its blanks" if found else ""
+    near = next((other for other in names if other != name and other.strip() == name.strip()), None)
+    return f"; write {json.dumps(near, ensure_ascii=False)}, with its blanks" if near else ""
 
 
 def number_in(text: str) -> int | float | None:
@@ -82,9 +82,9 @@ def is_shallow(value: Any, most: int = 50) -> bool:
     for _ in range(most):
         level = [
             inner
-            for one in level
-            if isinstance(one, Mapping | list)
-            for inner in (one.values() if isinstance(one, Mapping) else one)
+            for member in level
+            if isinstance(member, Mapping | list)
+            for inner in (member.values() if isinstance(member, Mapping) else member)
         ]
         if not level:
             return True

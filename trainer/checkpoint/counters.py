@@ -40,6 +40,6 @@ class Progress:
         Raises:
             ValueError: a value is missing or unknown, or is no number that a run can count.
         """
-        if {*values, "place"} != (names := {one.name for one in fields(cls)}):
+        if {*values, "place"} != (names := {field.name for field in fields(cls)}):
             raise ValueError(f"`progress` must have the keys {', '.join(sorted(names))}")
         return TypeAdapter(cls).validate_python(values)

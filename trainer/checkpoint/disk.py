@@ -77,15 +77,17 @@ class Disk(WritingTier[list[WrittenFile]]):
     def found(self) -> list[Found]:
         return [Found(step, f"the checkpoint {self.store.path(step)}") for step in self._mesh.share(self.store.steps())]
 
-    def read(self, found: Found) -> tuple[SavedBoxes | None, list[str]]:
+    def read(self, checkpoint: Found) -> tuple[SavedBoxes | None, list[str]]:
         """See `Tier`; each rank verifies its part of the files."""
         state, problem = None, ""
         try:
-            state = open_verified(self.store.path(found.step), self._mesh.rank, self._mesh.world_size, found.step)
+            state = open_verified(
+                self.store.path(checkpoint.step), self._mesh.rank, self._mesh.world_size, checkpoint.step
+            )
         except (OSError, ValueError) as error:
             problem = str(error)
         # One damaged file spoils the checkpoint, which all ranks must skip together.
-        problems = [one for one in self._mesh.all_gather(problem) if one]
+        problems = [message for message in self._mesh.all_gather(problem) if message]
         return (None, problems) if problems else (state, [])
 
     def save(self, step: int, snapshot: Snapshot) -> None:
@@ -124,7 +126,7 @@ class Disk(WritingTier[list[WrittenFile]]):
 
     def _fail(self, step: int, writing: Background[list[WrittenFile]]) -> None:
         failure = f"rank {self._mesh.rank}: {writing.error}" if writing.error else None
-        failures = [one for one in self._mesh.gather(failure) or [] if one]
+        failures = [message for message in self._mesh.gather(failure) or [] if message]
         self._mesh.on_rank_zero(lambda: self._refuse(step, failures[0], writing.error))
 
     def _or_fail(self, step: int, action: Callable[[], object]) -> None:

@@ -183,9 +183,9 @@ def verify(folder: Path, turn: int = 0, num_turns: int = 1) -> list[str]:
     """
     sums, sizes = _read_sums(folder), read_sizes(folder)
     for name, size in sizes.items():
-        found = _regular(folder / name).st_size
-        if found != size:
-            raise ValueError(f"it is damaged: {name} has {found} bytes and should have {size}")
+        num_bytes = _regular(folder / name).st_size
+        if num_bytes != size:
+            raise ValueError(f"it is damaged: {name} has {num_bytes} bytes and should have {size}")
     # All ranks must divide the same list.
     names = sorted(sizes)
     # Every rank uses `state.json`, so each verifies it; they share the other files.
@@ -279,13 +279,13 @@ class SavedBoxes:
         wanted: dict[Path, list[tuple[SavedBox, Box]]] = {}
         for part in parts:
             for box in part.boxes:
-                found = 0
+                num_elements = 0
                 # The run may have another layout than the one that saved, so boxes overlap in any way.
                 for saved in self._boxes.get(part.name, ()):
                     if number := prod(stop - start for start, stop in _overlap(saved, box)):
                         wanted.setdefault(saved.file, []).append((saved, box))
-                        found += number
-                if found != box.view.numel():
+                        num_elements += number
+                if num_elements != box.view.numel():
                     raise ValueError(f"{self.folder} lacks elements of {part.name}")
         # Each file is opened once for all boxes that need it.
         for file in sorted(wanted):

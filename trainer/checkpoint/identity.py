@@ -65,22 +65,22 @@ def is_partly_frozen(identity: Mapping[str, Any]) -> bool:
     return bool(model.get("adapter") or (model.get("freeze") and not model.get("unfreeze_at_step")))
 
 
-def differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> str:
     """Return the differences between the identity of a checkpoint and that of this run in words; empty if none."""
-    was, now = dotted_leaves(saved), dotted_leaves(own)
-    found = [
+    was, now = dotted_leaves(saved), dotted_leaves(present)
+    differing = [
         "the prepared training rows differ (data, tokenizer or `data.max_length`)"
         if key == _ROWS
         else f"`{key[:_LONGEST]}` was {was.get(key)!r:.{_LONGEST}} and is {now.get(key)!r:.{_LONGEST}}"
         for key in sorted(was.keys() | now.keys())
         if was.get(key) != now.get(key)
     ]
-    return listed(found, _MOST, "; ") if found else ""
+    return listed(differing, _MOST, "; ") if differing else ""
 
 
-def remedy(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+def remedy(saved: Mapping[str, Any], present: Mapping[str, Any]) -> str:
     """Return the remedy for differences."""
-    was, now = dotted_leaves(saved), dotted_leaves(own)
+    was, now = dotted_leaves(saved), dotted_leaves(present)
     text = "Give the run another `name` or `checkpoint.folder`, or restore the values"
     if all(was.get(key) == now.get(key) for key in ("training.epochs", "training.max_steps")):
         return text

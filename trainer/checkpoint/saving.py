@@ -87,18 +87,18 @@ class Saver:
         """
         # The slowest first: copies fill an empty folder on the disk, and memory reads its key from that folder.
         notes = [note for tier in reversed(self.tiers) for note in tier.open(mode == "auto")]
-        candidates = [(tier, found) for tier in self.tiers for found in tier.found()]
-        candidates.sort(key=lambda one: one[1].step, reverse=True)  # of equal steps, the faster tier stays first
+        candidates = [(tier, candidate) for tier in self.tiers for candidate in tier.found()]
+        candidates.sort(key=lambda pair: pair[1].step, reverse=True)  # of equal steps, the faster tier stays first
         step = None
-        for tier, found in candidates:
-            state, problems = self._read(tier, found)
+        for tier, candidate in candidates:
+            state, problems = self._read(tier, candidate)
             if state is None:
-                notes.append(f"skipped {found.name}: {problems[0]}")
+                notes.append(f"skipped {candidate.name}: {problems[0]}")
                 continue
-            notes += [f"skipped a part of {found.name}: {problem}" for problem in problems]
+            notes += [f"skipped a part of {candidate.name}: {problem}" for problem in problems]
             if mode == "never":
                 raise UsageError(
-                    f"`checkpoint.resume` is never, but {found.name} exists; name another `checkpoint.folder`, or"
+                    f"`checkpoint.resume` is never, but {candidate.name} exists; name another `checkpoint.folder`, or"
                     " remove `checkpoints` there"
                 )
             # The checks follow the verification, since the facts of a damaged checkpoint say nothing.
@@ -108,11 +108,11 @@ class Saver:
                 tier.load(state, self._engine)
             except ValueError as error:
                 raise UsageError(
-                    f"{found.name} was changed by another program: {error}; remove it, or restore its files"
+                    f"{candidate.name} was changed by another program: {error}; remove it, or restore its files"
                 ) from error
             # In place, because the assembly and the batches of the run hold the same counters.
             self.progress.become(state.facts.progress)
-            step = found.step
+            step = candidate.step
             break
         for tier in self.tiers:
             notes += tier.begin(step, self._engine.state)
@@ -149,8 +149,8 @@ class Saver:
         settles = [tier.begin_poll() for tier in self.tiers]
 
         def settle() -> None:
-            for one in settles:
-                one()
+            for finish in settles:
+                finish()
 
         return settle
 
@@ -190,12 +190,12 @@ class Saver:
         facts = Facts(replace(self.progress), self._identity(state), self._saved.origin, shapes, state.scalars)
         return facts, snapshot(state.parts)
 
-    def _read(self, tier: Tier, found: Found) -> tuple[SavedBoxes | None, list[str]]:
+    def _read(self, tier: Tier, candidate: Found) -> tuple[SavedBoxes | None, list[str]]:
         """Return a checkpoint with the problems of its parts; None if it is damaged.
 
         Nothing is lost if a place that does not last is skipped, so another training is no error there.
         """
-        state, problems = tier.read(found)
+        state, problems = tier.read(candidate)
         if (
             state is not None
             and not tier.is_lasting
@@ -206,15 +206,15 @@ class Saver:
 
     def _identity(self, state: EngineState | None = None) -> Mapping[str, Any]:
         """Return the identity, with a digest of frozen weights that the state leaves out. All ranks must call it."""
-        own = self._saved.identity
-        if not is_partly_frozen(own):
-            return own
+        present = self._saved.identity
+        if not is_partly_frozen(present):
+            return present
         # Frozen weights never change, so one digest serves all checkpoints.
         if self._frozen is None:
             from trainer.parallel.shards.digest import joined, own_digest
 
             self._frozen = joined(self._mesh.all_gather(own_digest((state or self._engine.state()).frozen())))
-        return {**own, "model": {**own["model"], FROZEN_WEIGHTS: self._frozen}}
+        return {**present, "model": {**present["model"], FROZEN_WEIGHTS: self._frozen}}
 
     def _refuse_another_training(self, state: SavedBoxes) -> None:
         was, now = state.facts.identity, self._identity()
@@ -234,9 +234,9 @@ class Saver:
         }
         # Checkpoints of a partly frozen model lack the frozen weights.
         is_whole = not is_partly_frozen(self._saved.identity)
-        own = self._engine.placements.values()
-        own_trained = {p.name: p.shape for p in own if p.trainable}
-        own_saved = own_trained | {p.name: p.shape for p in own if is_whole or is_start(p.name)}
+        placements = self._engine.placements.values()
+        own_trained = {p.name: p.shape for p in placements if p.trainable}
+        own_saved = own_trained | {p.name: p.shape for p in placements if is_whole or is_start(p.name)}
         # Ranks of other stages hold other parameters, so the comparison on rank 0 needs those of all.
         placed, trained = gather_shapes(self._mesh, own_saved), gather_shapes(self._mesh, own_trained).keys()
 

@@ -53,7 +53,7 @@ class Tier:
         """Return the complete checkpoints, in order of preference where steps are equal."""
         return ()
 
-    def read(self, found: Any) -> tuple[SavedBoxes | None, list[str]]:
+    def read(self, checkpoint: Any) -> tuple[SavedBoxes | None, list[str]]:
         """Verify a checkpoint, and return its state with the problems of its parts; None: it is damaged."""
         raise NotImplementedError
 
@@ -163,9 +163,9 @@ class WritingTier(Tier, Generic[Result]):
         """Clean up after a checkpoint that a rank could not write."""
 
 
-def gather_shapes(mesh: ParallelMesh, own: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
+def gather_shapes(mesh: ParallelMesh, shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors of all ranks on rank 0, and nothing on the others. All ranks must call it."""
-    distinct = mesh.gather_distinct(dict(own))  # equal shapes are sent once
+    distinct = mesh.gather_distinct(dict(shapes))  # equal shapes are sent once
     return {name: tuple(shape) for some in distinct or [] for name, shape in some.items()}
 
 

@@ -83,11 +83,13 @@ def write_split(
     ends = [0, *np.cumsum(sources or (len(rows),)).tolist()]
     # A part has rows of one source only, because a packer must not join those of several.
     starts = [range(start, end, most_rows) for start, end in pairwise(ends)]
-    spans = [(first, min(first + most_rows, end)) for own, end in zip(starts, ends[1:], strict=True) for first in own]
+    spans = [
+        (first, min(first + most_rows, end)) for firsts, end in zip(starts, ends[1:], strict=True) for first in firsts
+    ]
     # Closed after an error too, because the generator then ends its processes.
     with closing(_encoded_parts(split, rows, encode, spans, num_processes)) as parts:
-        for own in starts:
-            write_source(writer, islice(parts, len(own)), packer)
+        for firsts in starts:
+            write_source(writer, islice(parts, len(firsts)), packer)
             if sources:
                 writer.end_source()
 
@@ -137,16 +139,16 @@ def encode_rows(rows: Dataset, first_row: int, encode: Callable[[Dataset, int], 
     try:
         return encode(rows, first_row)
     except DataError:
-        found: dict[str, list[str]] = {}
+        errors: dict[str, list[str]] = {}
         for row in range(len(rows)):
             try:
                 # Row by row only after an error, to name all bad rows.
                 encode(rows.select([row]), first_row + row)
             except DataError as error:
-                found.setdefault(_ROW.sub("row", str(error)), []).append(str(error))
-            if len(found) == MOST_ROWS_SHOWN:
+                errors.setdefault(_ROW.sub("row", str(error)), []).append(str(error))
+            if len(errors) == MOST_ROWS_SHOWN:
                 break
-        problems = [messages[0] + _further_rows(messages[1:]) for messages in found.values()]
+        problems = [messages[0] + _further_rows(messages[1:]) for messages in errors.values()]
         if not problems:  # the rows are valid one by one
             raise
         # The error of the whole part names its first bad row only.

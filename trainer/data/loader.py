@@ -144,10 +144,10 @@ class TrainLoader:
 
     def batch(self, step: int) -> RankBatch:
         """Return the part of this rank of the global batch of `step` (from 0); without workers, iterations share it."""
-        found = self[step]
+        microbatches = self[step]
         if not self.num_workers:
-            self._made[step] = found
-        return found
+            self._made[step] = microbatches
+        return microbatches
 
     def __iter__(self) -> Iterator[RankBatch]:
         batches = _load(self, self._steps, self.num_workers, self.pin_memory)
@@ -158,19 +158,19 @@ class TrainLoader:
         if step in self._made:
             # Made for a preview; popped, so that it does not stay in memory.
             return self._made.pop(step)
-        found = self.rows.of_step(step)
-        split, row_ids = found.split, found.row_ids
+        rows = self.rows.of_step(step)
+        split, row_ids = rows.split, rows.row_ids
         require_fitting_rows(split, self.plan, row_ids)
         chunks = self._chunks(split, row_ids)
         # The stages of a pipeline need microbatches of one width: that of the longest row of this rank.
         together = np.concatenate([row_ids[chunk.places] for chunk in chunks]) if self.plan.equal_widths else None
         microbatches = [
             collate(
-                split, row_ids[one.places], self.batching, one.places, one.filler, self.masking, found.draw, together
+                split, row_ids[part.places], self.batching, part.places, part.filler, self.masking, rows.draw, together
             )
-            for one in chunks
+            for part in chunks
         ]
-        return RankBatch(microbatches, len(row_ids), split.num_tokens(row_ids), found.place)
+        return RankBatch(microbatches, len(row_ids), split.num_tokens(row_ids), rows.place)
 
     def _chunks(self, split: EncodedSplit, row_ids: IndexArray) -> list[RowChunk]:
         plan = self.plan
@@ -289,7 +289,7 @@ def _load(batches: Any, keys: Sequence[int], num_workers: int, pin_memory: bool)
             return
         except (RuntimeError, OSError, EOFError) as error:  # from the loader or a broken connection
             if dead := _dead(workers):
-                raise TrainerError(_worker_death([one.exitcode or 0 for one in dead], num_workers)) from error
+                raise TrainerError(_worker_death([worker.exitcode or 0 for worker in dead], num_workers)) from error
             raise
         yield batch
 

@@ -68,13 +68,13 @@ class Mixture:
         # From the right: a number at a border belongs to the source that begins there.
         sources = np.searchsorted(self._first_numbers, numbers, side="right") - 1
         for source in np.unique(sources):
-            own = np.flatnonzero(sources == source)
+            of_source = np.flatnonzero(sources == source)
             # The rows of this source that were read before, over all epochs, tell its pass and the place in it.
-            read = epoch * self.counts[source] + numbers[own] - self._first_numbers[source]
+            read = epoch * self.counts[source] + numbers[of_source] - self._first_numbers[source]
             passes, places = np.divmod(read, self.sizes[source])
             of_passes = derive_keys(torch.from_numpy(self._keys[source]), torch.from_numpy(passes)).squeeze(0)
             keys = derive_keys(of_passes, torch.arange(_FEISTEL_ROUNDS)).T  # [rounds, n]
-            rows[own] = self._first_rows[source] + _permuted(places, self.sizes[source], keys)
+            rows[of_source] = self._first_rows[source] + _permuted(places, self.sizes[source], keys)
         return rows
 
 
@@ -261,8 +261,8 @@ def _permuted(numbers: IndexArray, size: int, keys: torch.Tensor) -> IndexArray:
     # and no two numbers end at the same one.
     images = _once(numbers, size, keys)
     while (outside := images >= size).any():
-        own = keys if keys.shape[1] == 1 else keys[:, torch.from_numpy(outside)]
-        images[outside] = _once(images[outside], size, own)
+        some = keys if keys.shape[1] == 1 else keys[:, torch.from_numpy(outside)]
+        images[outside] = _once(images[outside], size, some)
     return images
 
 
@@ -272,8 +272,8 @@ def _once(numbers: IndexArray, size: int, keys: torch.Tensor) -> IndexArray:
     num_left = -(-size // num_right)
     left, right = np.divmod(numbers, num_right)
     for of_round in keys:
-        found = derive_keys(of_round, torch.from_numpy(right).unsqueeze(1)).squeeze(1)
-        words: NDArray[np.uint64] = found.numpy().view(np.uint64)
+        mixed = derive_keys(of_round, torch.from_numpy(right).unsqueeze(1)).squeeze(1)
+        words: NDArray[np.uint64] = mixed.numpy().view(np.uint64)
         sums = (left + (words % np.uint64(num_left)).astype(np.int64)) % num_left
         # The halves differ in size, so their sizes change places, too.
         left, right = right, sums

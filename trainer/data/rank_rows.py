@@ -61,8 +61,8 @@ def partition_by_tokens(
         bins = _runs(widths, longest_first, data_parallel_size, most_tokens)
     # The bins are sorted by tokens; each rank takes one in turn, and the order alternates.
     rounds = [bins[start : start + data_parallel_size] for start in range(0, len(bins), data_parallel_size)]
-    own = [(of_ranks if index % 2 == 0 else of_ranks[::-1])[data_rank] for index, of_ranks in enumerate(rounds)]
-    return _filled([np.array(sorted(places), np.int64) for places in own], int(longest_first[-1]))
+    of_rank = [(of_ranks if index % 2 == 0 else of_ranks[::-1])[data_rank] for index, of_ranks in enumerate(rounds)]
+    return _filled([np.array(sorted(places), np.int64) for places in of_rank], int(longest_first[-1]))
 
 
 def _filled(chunks: list[IndexArray], filler_place: int) -> list[RowChunk]:

@@ -165,15 +165,15 @@ def load_splits(
         RecipeError: this holds for both splits.
         TrainerError: the hub cannot be reached.
     """
-    own = Problems() if problems is None else problems
-    loading = _Loading(columns, kinds or {}, own, transform_of(data))
+    collected = Problems() if problems is None else problems
+    loading = _Loading(columns, kinds or {}, collected, transform_of(data))
     with _quiet_datasets():
         if isinstance(data, FileData):
             loading.read_files(data, most_rows, read_train)
         else:
             loading.take_named(data)
         if problems is None or "data.train" not in loading.splits:
-            own.raise_all()
+            collected.raise_all()
         train, notes = loading.splits["data.train"], tuple(loading.notes)
         if not isinstance(data.validation, float) or not train.is_whole:
             return Splits(train, loading.splits.get("data.validation"), notes)
@@ -212,19 +212,19 @@ class _Loading:
         """Load the splits of a data set that has names for them."""
         if isinstance(data, HubData):
             of_sources = self.transform.kinds(self.kinds)
-            found, name, folders = _load_hub(data, of_sources), _hub_name(data), _hub_folders(data.name)
+            named, name, folders = _load_hub(data, of_sources), _hub_name(data), _hub_folders(data.name)
         else:
-            found, name, folders = _load_folder(data), f"`{data.path}`", (Path(data.path),)
+            named, name, folders = _load_folder(data), f"`{data.path}`", (Path(data.path),)
         for key, wanted in (("data.train", data.train), ("data.validation", data.validation)):
             with self.problems.collect():
                 if not isinstance(wanted, str):
                     continue
-                if wanted not in found:
-                    names = ", ".join(f"`{one}`" for one in found)
+                if wanted not in named:
+                    names = ", ".join(f"`{split}`" for split in named)
                     raise DataError(f"`{key}` must name a split of {name}, but is `{wanted}`; there are {names}")
-                split = replace(_not_empty(found[wanted], f"split `{wanted}` of {name}", key), folders=folders)
+                split = replace(_not_empty(named[wanted], f"split `{wanted}` of {name}", key), folders=folders)
                 self.splits[key] = self._transformed(split, self.transform)
-        others = [f"`{one}`" for one in found if one != data.train]
+        others = [f"`{split}`" for split in named if split != data.train]
         if isinstance(data.validation, float) and others:
             of_name = f"other splits of {name}: {listed(others, 6)}"
             self.notes.append(f"`data.validation` is a share of `{data.train}`; {of_name}")
@@ -242,13 +242,13 @@ class _Loading:
         for key, named in names.items():
             with self.problems.collect(), reading(key):
                 files[key] = files_of(named if not isinstance(named, float) else None, key)
-        found = [path for paths in files.values() for path in paths]
+        all_paths = [path for paths in files.values() for path in paths]
         # Files of both splits decide the format together.
         with self.problems.collect():
-            file_format = data.format or (common_format(found) if found else "json")
+            file_format = data.format or (common_format(all_paths) if all_paths else "json")
             for name, row in file_formats().items():
-                if found and file_format != name and (keys := data.changed(*row.keys)):
-                    problem = f"is for {row.shown} files, but `{found[0]}` is read as {file_format}"
+                if all_paths and file_format != name and (keys := data.changed(*row.keys)):
+                    problem = f"is for {row.shown} files, but `{all_paths[0]}` is read as {file_format}"
                     raise DataError(f"`data.{keys[0]}` {problem}; remove it")
             for key, paths in files.items():
                 if paths:
@@ -260,7 +260,7 @@ class _Loading:
         if twice := [path for path in dict.fromkeys(paths) if paths.count(path) > 1]:
             self.notes.append(f"`{key}` names `{twice[0]}` more than once, so its rows are there more than once")
         entries = self._entries(data, key, paths, bound)
-        read = [self._read_entry(file_format, Files(own, text, key, bound)) for own, _ in entries]
+        read = [self._read_entry(file_format, Files(of_entry, text, key, bound)) for of_entry, _ in entries]
         of_sources = [transform.kinds(self.kinds) for _, transform in entries]
         # All entries together, because a column must have one type in all of them.
         typed = reader_of(file_format).typed([split.rows for split in read], dict(ChainMap(*of_sources)))
@@ -290,8 +290,8 @@ class _Loading:
             folders=tuple(dict.fromkeys(path.parent for path in files.paths)),
         )
         with split.explains_rows():
-            own = reader_of(file_format).notes(split.rows, files.paths[0], files.text, split.where)
-        self.notes += [*notes, *own]
+            format_notes = reader_of(file_format).notes(split.rows, files.paths[0], files.text, split.where)
+        self.notes += [*notes, *format_notes]
         # With exactly `most_rows` rows, the files may have more.
         return replace(split, is_whole=files.most_rows is None or len(split.rows) < files.most_rows)
 
@@ -422,8 +422,8 @@ def _joined(read: Sequence[Split], mapped: Sequence[Split], columns: Sequence[st
     for start, split in zip(starts, mapped, strict=False):
         assert split.places is not None
         paths += split.places.paths
-        own = split.places.chosen
-        chosen.append(start + (np.arange(len(split.rows)) if own is None else own))
+        numbers = split.places.chosen
+        chosen.append(start + (np.arange(len(split.rows)) if numbers is None else numbers))
     transforms = [split.transform for split in mapped]
     places, is_whole = read[0].places, all(split.is_whole for split in read)
     assert places is not None

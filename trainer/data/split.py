@@ -139,7 +139,7 @@ class EncodedSplit:
         if self.reopen is not None:
             # The worker maps the same file, and so shares its pages.
             return self.reopen, ()
-        return EncodedSplit, tuple(getattr(self, one.name) for one in fields(self))
+        return EncodedSplit, tuple(getattr(self, field.name) for field in fields(self))
 
 
 def _with_array(reopen: Callable[[], EncodedSplit], name: str, values: FlatArray) -> EncodedSplit:

@@ -124,11 +124,11 @@ class Engine(ABC):
         """Return this rank's part of a checkpoint; all ranks must call it."""
         self._show()
         # A tied weight has a copy on another stage; a checkpoint holds it once.
-        own = [label for label in self.parameters if not self.placements[label].is_copy]
+        originals = [label for label in self.parameters if not self.placements[label].is_copy]
         return EngineState(
-            (*self._parts_of(own, saved=True), *buffer_parts(self._models, self._mesh)),
+            (*self._parts_of(originals, saved=True), *buffer_parts(self._models, self._mesh)),
             self._scalars(),
-            partial(self._parts_of, own, saved=False),
+            partial(self._parts_of, originals, saved=False),
         )
 
     def _scalars(self) -> dict[str, float]:
@@ -137,8 +137,8 @@ class Engine(ABC):
 
     def keeps_state(self) -> bool:
         """Return whether the optimizer keeps a state of the parameters that it updates."""
-        trained = ((self.parameters[label], one) for label, one in self.placements.items() if one.trainable)
-        return any(self.optimizer.state_shapes(parameter, one.shape) for parameter, one in trained)
+        trained = ((self.parameters[label], p) for label, p in self.placements.items() if p.trainable)
+        return any(self.optimizer.state_shapes(parameter, p.shape) for parameter, p in trained)
 
     @torch.no_grad()
     def load_state(self, source: StateSource, step: int) -> None:

@@ -98,11 +98,11 @@ def without_cache(model: nn.Module) -> dict[str, bool]:
     With a cache, a recomputation would add them twice, and transformers would not find the documents of packed rows.
     """
     # A head often passes `**kwargs` to its base model, so its signature alone does not show the argument.
-    own, of_base = (
+    of_model, of_base = (
         inspect.signature(type(module).forward).parameters for module in (model, getattr(model, "base_model", model))
     )
-    passes_on = any(parameter.kind == parameter.VAR_KEYWORD for parameter in own.values())
-    return {"use_cache": False} if "use_cache" in own or (passes_on and "use_cache" in of_base) else {}
+    passes_on = any(parameter.kind == parameter.VAR_KEYWORD for parameter in of_model.values())
+    return {"use_cache": False} if "use_cache" in of_model or (passes_on and "use_cache" in of_base) else {}
 
 
 def denominator_of(task: Task, batch: RankBatch, device: torch.device, sum_: Callable[[Tensor], Tensor]) -> Tensor:
@@ -288,8 +288,8 @@ class ModelForward:
             return EvalResult.begin_read(None, 0, {})
         # The loss of rows that depend on each other is that of the whole split.
         loss_sum = None if self._task.rows_depend else self._eval_task.loss_sum(logits, microbatch.labels)
-        found = {**self._task.predictions(logits, microbatch.labels), **generated}
-        return EvalResult.begin_read(loss_sum, num_valid, found)
+        predictions = {**self._task.predictions(logits, microbatch.labels), **generated}
+        return EvalResult.begin_read(loss_sum, num_valid, predictions)
 
     @torch.no_grad()
     def begin_answer(self, microbatch: Microbatch) -> Callable[[], dict[str, Tensor]]:

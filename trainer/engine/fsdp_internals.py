@@ -97,9 +97,7 @@ def _reduced_in_fp32(parameters: Sequence[Any], reduce: Callable[[], None], *_: 
 @torch.no_grad()
 def _return_to_fp32(parameters: Sequence[Any]) -> None:
     """Return the gradients of gathered parameters to fp32 at once; torch adds those of later passes to them."""
-    gathered = [
-        one for one in parameters if hasattr(one, "_unsharded_param") and one.unsharded_accumulated_grad is None
-    ]
-    found = [one for one in gathered if one._unsharded_param.grad is not None]
-    for one, gradient in zip(found, in_fp32([one._unsharded_param.grad for one in found]), strict=True):
-        one._unsharded_param.grad, one.unsharded_accumulated_grad = None, gradient
+    gathered = [p for p in parameters if hasattr(p, "_unsharded_param") and p.unsharded_accumulated_grad is None]
+    waiting = [p for p in gathered if p._unsharded_param.grad is not None]
+    for p, gradient in zip(waiting, in_fp32([p._unsharded_param.grad for p in waiting]), strict=True):
+        p._unsharded_param.grad, p.unsharded_accumulated_grad = None, gradient

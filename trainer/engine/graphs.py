@@ -138,11 +138,11 @@ class GraphedSchedule(Schedule):
                     " graph; set `data.pad_to` to a larger number, such as 64, or `cuda_graphs` to false"
                 )
             # The copies stay at the addresses of the graph; later microbatches are copied into them.
-            own = ready.map(torch.clone)
-            self._graphs[shape] = own, self._captured(own)
-        own, replay = self._graphs[shape]
+            inputs = ready.map(torch.clone)
+            self._graphs[shape] = inputs, self._captured(inputs)
+        inputs, replay = self._graphs[shape]
         # Capturing runs nothing, so the first microbatch of a graph is replayed as well.
-        for tensor, new in zip(own.tensors, ready.tensors, strict=True):
+        for tensor, new in zip(inputs.tensors, ready.tensors, strict=True):
             tensor.copy_(new)
         replay()
 

@@ -36,8 +36,8 @@ def _begin_read(numbers: Tensor) -> Callable[[], list[float]]:
     read = begin_to_host({"numbers": numbers})
 
     def wait() -> list[float]:
-        found: list[float] = read()["numbers"].tolist()
-        return found
+        numbers: list[float] = read()["numbers"].tolist()
+        return numbers
 
     return wait
 

@@ -155,8 +155,8 @@ class PipelinedForward(ModelForward):
                 places = to_device(rows.rows[real], logits.device)
                 # Repeated rows at the end have logits, but no loss.
                 return self._joint.sum_of(places, logits[:count]) * factor / denominator
-            own = None if taught is None else taught[:count]
-            return self._row_losses(logits[:count], labels[real], own) * factor / denominator
+            lesson = None if taught is None else taught[:count]
+            return self._row_losses(logits[:count], labels[real], lesson) * factor / denominator
 
         # The schedule calls `loss` once for each microbatch, on the rank with the last stage.
         total = self._driver.train(self._inputs(rows), self._shapes(rows), loss)
@@ -168,8 +168,8 @@ class PipelinedForward(ModelForward):
     def _joint_losses(self, batch: RankBatch) -> JointLosses | None:
         """Return the losses of the global batch on ranks with the last stage, after a pass without gradients."""
         passes = passes_of(batch.microbatches, self._batch.num_passes, self._batch.microbatches_per_pass)
-        found = [self._scores_of_pass(rows) for rows in passes]
-        parts = [(rows, scores) for rows, scores in zip(passes, found, strict=True) if scores is not None]
+        of_passes = [self._scores_of_pass(rows) for rows in passes]
+        parts = [(rows, scores) for rows, scores in zip(passes, of_passes, strict=True) if scores is not None]
         # No collective is left out: the data ranks of one stage all have scores, or all have none.
         if not parts:
             return None

@@ -85,10 +85,10 @@ def in_fp32(tensors: Sequence[Tensor], places: Iterable[Tensor | None] | None = 
         places: memory for the results that are cast; None: it is allocated.
     """
     exact = [
-        one if one.dtype == torch.float32 else torch.empty_like(one, dtype=torch.float32) if place is None else place
-        for one, place in zip(tensors, places or repeat(None, len(tensors)), strict=True)
+        t if t.dtype == torch.float32 else torch.empty_like(t, dtype=torch.float32) if place is None else place
+        for t, place in zip(tensors, places or repeat(None, len(tensors)), strict=True)
     ]
-    if rounded := [one for one in tensors if one.dtype != torch.float32]:
+    if rounded := [t for t in tensors if t.dtype != torch.float32]:
         # One cast for the whole list; the lists of new and of rounded tensors have the same order.
         torch._foreach_copy_([new for new, old in zip(exact, tensors, strict=True) if new is not old], rounded)
     return exact

@@ -121,15 +121,15 @@ def _sum_gradients(model: nn.Module) -> None:
 
 def _fill(model: nn.Module, shards: dict[str, Tensor], device: torch.device) -> None:
     """Move the rows of `shards` to the sharded parameters of a model on `meta`, which then are on `device`."""
-    made: dict[nn.Parameter, nn.Parameter] = {}  # tied names share one
+    copies: dict[nn.Parameter, nn.Parameter] = {}  # tied names share one
     state = {}
     for name, empty in model.named_parameters(remove_duplicate=False):
-        if empty not in made:
+        if empty not in copies:
             assert isinstance(empty, DTensor)
             rows = shards[name].to(device, empty.dtype)
             assert rows.shape == empty.to_local().shape, f"{name} has {rows.shape[0]} rows"
-            made[empty] = filled(empty, rows)
-        state[name] = made[empty]
+            copies[empty] = filled(empty, rows)
+        state[name] = copies[empty]
     # Assigned and not copied, so that tied names keep one parameter.
     model.load_state_dict(state, strict=False, assign=True)
     shards.clear()  # where rows are padded, the parameter has a copy

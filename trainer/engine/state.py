@@ -54,13 +54,13 @@ class StateSource(Protocol):
 
 def optimizer_shapes(source: StateSource) -> dict[str, dict[str, tuple[int, ...]]]:
     """Return the shapes of the saved tensors of the optimizer, by the name of their parameter and by key."""
-    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
     for full, shape in source.shapes.items():
         if full.startswith(OPTIMIZER_PREFIX):
             # From the right: names of parameters contain dots, keys of an optimizer's state do not.
             name, _, key = full.removeprefix(OPTIMIZER_PREFIX).rpartition(".")
-            found.setdefault(name, {})[key] = shape
-    return found
+            shapes.setdefault(name, {})[key] = shape
+    return shapes
 
 
 def buffer_parts(models: Iterable[nn.Module], mesh: ParallelMesh) -> list[TensorPart]:

@@ -169,10 +169,10 @@ class LocalRanks:
                     master_port=listener.getsockname()[1],
                 )
                 for rank in range(number):
-                    own = replace(environment, rank=rank, local_rank=rank, error_file=folder / f"error-{rank}.json")
+                    of_rank = replace(environment, rank=rank, local_rank=rank, error_file=folder / f"error-{rank}.json")
                     # A fork inherits the socket anyway, and closes it. A spawned rank gets it only if it serves the
                     # store.
-                    self._start(life, argument, own, listener if rank == 0 or method == "fork" else None)
+                    self._start(life, argument, of_rank, listener if rank == 0 or method == "fork" else None)
         except BaseException:
             self.kill()
             raise

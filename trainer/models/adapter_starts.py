@@ -53,21 +53,21 @@ def product_start(layer: str, adapter: Adapter, seed: int, transposed: bool) -> 
     def start(stored: Tensor, used: Tensor) -> Mapping[str, Tensor]:
         # From here on matrices are `[out, in]`, as PEFT has them; `Conv1D` stores `[in, out]`.
         weight, base = (stored.t(), used.t()) if transposed else (stored, used)
-        found: dict[str, Tensor] = {}
+        values: dict[str, Tensor] = {}
         # LoftQ fits the factors to the error of the quantisation; a layer that is not quantised has none.
         if adapter.start == "loftq" and used is not stored:
             first, second = _principal(weight - base, layer, adapter, stream_key(seed, "start", layer))
-            found |= {"A": first, "B": second}
+            values |= {"A": first, "B": second}
             base = base + adapter.scaling_of(layer) * second @ first
         elif adapter.start in ("pissa", "pissa_niter_16"):
             first, second = _principal(weight, layer, adapter, stream_key(seed, "start", layer))
             # PiSSA trains the factors and keeps their first values. The base weight stays, because the product of the
             # first values is subtracted.
-            found |= {"A": first, "B": second, "start_A": first.clone(), "start_B": second.clone()}
+            values |= {"A": first, "B": second, "start_A": first.clone(), "start_B": second.clone()}
         if adapter.type == "dora":
             # DoRA's magnitudes are the norms of the rows of the weight, with the product as it begins.
-            found["magnitude.weight"] = torch.linalg.vector_norm(base, dim=1)
-        return {f"{layer}.{ATTRIBUTE}.{name}": tensor for name, tensor in found.items()}
+            values["magnitude.weight"] = torch.linalg.vector_norm(base, dim=1)
+        return {f"{layer}.{ATTRIBUTE}.{name}": tensor for name, tensor in values.items()}
 
     return start
 
@@ -96,8 +96,8 @@ def _principal(weight: Tensor, layer: str, adapter: Adapter, key: int) -> tuple[
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(key)
         config = LoraConfig(r=rank, lora_alpha=alpha, use_rslora=adapter.rank_stabilised, init_lora_weights=kind)
-        found = Linear(base, "default", config=config, r=rank, lora_alpha=alpha)
-    first, second = (part["default"].weight.detach() for part in (found.lora_A, found.lora_B))
+        linear = Linear(base, "default", config=config, r=rank, lora_alpha=alpha)
+    first, second = (part["default"].weight.detach() for part in (linear.lora_A, linear.lora_B))
     largest = first.gather(1, first.abs().argmax(dim=1, keepdim=True))
     signs = torch.where(largest < 0, -1.0, 1.0)
     return first * signs, second * signs.t()

@@ -56,8 +56,8 @@ def add_adapter(model: nn.Module, recipe: Model, adapter: Adapter, seed: int, dr
 def _begin(model: nn.Module, name: str, weight: Tensor, start: Start) -> None:
     """Give the parameters of an adapter the values that they begin with, from the weight `name`."""
     in_parts = weights_in_parts(model).get(name)
-    for own, value in start(weight, in_parts.rounded(weight) if in_parts else weight).items():
-        model.get_parameter(own).copy_(value)
+    for part, value in start(weight, in_parts.rounded(weight) if in_parts else weight).items():
+        model.get_parameter(part).copy_(value)
 
 
 def _require_trained_rows(model: Any) -> None:
@@ -119,11 +119,11 @@ def _product(name: str, layer: Any, adapter: Adapter, seed: int) -> LowRank:
 
 def starts_of(model: nn.Module, adapter: Adapter, seed: int) -> dict[str, Start]:
     """Return the functions from a weight to parameters of an adapter, by all names of the weight."""
-    found: dict[str, Start] = {}
+    starts: dict[str, Start] = {}
     for name, layer in model.named_modules():
         if product_of(layer) is not None:
             start = product_start(name, adapter, seed, isinstance(layer, Conv1D))
-            found |= {} if start is None else {f"{name}.weight": start}
+            starts |= {} if start is None else {f"{name}.weight": start}
     # Rows of a tied weight are trained once; the start stands under each of its names.
     for names in aliases(model).values():
         layers = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
@@ -131,8 +131,8 @@ def starts_of(model: nn.Module, adapter: Adapter, seed: int) -> dict[str, Start]
         if with_rows:
             ids = rows_of(model.get_submodule(with_rows[0])).ids.tolist()
             start = rows_start(f"{with_rows[0]}.{ROWS}.rows", ids)
-            found |= {name: joined_starts(start, found[name]) if name in found else start for name in names}
-    return found
+            starts |= {name: joined_starts(start, starts[name]) if name in starts else start for name in names}
+    return starts
 
 
 def _check_patterns(adapter: Adapter, targets: Collection[str]) -> None:
@@ -175,13 +175,13 @@ def _targets(model: Any, adapter: Adapter, saved: Collection[str]) -> dict[str, 
         return {name: module for name, module in linear.items() if id(module) in inside}
     if adapter.targets == "all-linear":
         return {name: module for name, module in _inner(model, linear).items() if f"{name}.weight" not in saved}
-    found: dict[str, nn.Module] = {}
+    targets: dict[str, nn.Module] = {}
     problems = Problems()
     for pattern in adapter.targets:
         with problems.collect():
-            found |= _matched_layers(model, pattern, linear)
+            targets |= _matched_layers(model, pattern, linear)
     problems.raise_all()
-    return found
+    return targets
 
 
 def _matched_layers(model: nn.Module, pattern: str, linear: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
@@ -214,25 +214,25 @@ def _unknown_layers(model: Any, linear: Mapping[str, nn.Module]) -> UsageError:
     linear = _inner(model, linear)
     reads_texts = model if model.config.is_encoder_decoder else model.get_decoder()  # another part may read images
     inside = {id(part) for part in reads_texts.modules()}
-    own = [name for name, module in linear.items() if id(module) in inside] or list(linear)
-    others = linear.keys() - set(own)
+    candidates = [name for name, module in linear.items() if id(module) in inside] or list(linear)
+    others = linear.keys() - set(candidates)
     use = "use " if others else 'use "all-linear", or '
     return UsageError(
         f"`model.adapter.targets` must be set for a model of type {model.config.model_type!r}, because its repeated"
-        f" layers are unknown; {use}{json.dumps(_shortest_patterns(own, others))}"
+        f" layers are unknown; {use}{json.dumps(_shortest_patterns(candidates, others))}"
     )
 
 
 def _shortest_patterns(names: Collection[str], others: Collection[str]) -> list[str]:
     """Return patterns with the last parts of these names that match none of the others."""
-    found: dict[str, None] = {}
+    patterns: dict[str, None] = {}
     for name in names:
         *outer, last = name.split(".")
         # From the shortest pattern to the full name, which matches no other module.
         ends = (last, *(f"{part}.*.{last}" for part in reversed(outer) if not part.isdigit()), name)
-        own = (end for end in ends if matches(end, name) and not any(matches(end, other) for other in others))
-        found[next(own)] = None
-    return list(found)
+        fitting = (end for end in ends if matches(end, name) and not any(matches(end, other) for other in others))
+        patterns[next(fitting)] = None
+    return list(patterns)
 
 
 def left_out_notes(model: nn.Module, form: WeightForm | None) -> list[str]:

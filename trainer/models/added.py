@@ -84,6 +84,6 @@ def write_added(tensors: Mapping[str, Tensor], folder: Path, dtype: torch.dtype)
     for name, tensor in tensors.items():
         submodule, _, key = name.removeprefix(_PREFIX).partition(".")
         files.setdefault(submodule, {})[key] = tensor.to(dtype).contiguous()
-    for submodule, own in files.items():
+    for submodule, of_submodule in files.items():
         (folder / submodule).mkdir(exist_ok=True)
-        save_tensors(own, folder / submodule / "model.safetensors", metadata={"format": "pt"})
+        save_tensors(of_submodule, folder / submodule / "model.safetensors", metadata={"format": "pt"})

@@ -191,7 +191,7 @@ def obstacle_of_states(query: Tensor, key: Tensor, value: Tensor) -> str | None:
 
 def _broadcasts(tensor: Tensor, shape: tuple[int, ...]) -> bool:
     sizes = (1,) * (len(shape) - tensor.dim()) + tuple(tensor.shape)
-    return len(sizes) == len(shape) and all(own in (1, size) for own, size in zip(sizes, shape, strict=True))
+    return len(sizes) == len(shape) and all(length in (1, size) for length, size in zip(sizes, shape, strict=True))
 
 
 def _fused(
@@ -225,12 +225,12 @@ def _tiles(whole: Tensor | None, mask: Tensor | None, inputs: _Inputs) -> tuple[
         return tiles
     # The version tells of a change in place, after which the tiles would be wrong.
     facts = (whole._version, inputs.shape)
-    found: tuple[Any, tuple[Tensor, Tensor] | None] | None = getattr(whole, _TILES, None)
-    if found is None or found[0] != facts:
-        found = (facts, KERNELS["attention"].visible_tiles(mask, query, key, value))
+    kept: tuple[Any, tuple[Tensor, Tensor] | None] | None = getattr(whole, _TILES, None)
+    if kept is None or kept[0] != facts:
+        kept = (facts, KERNELS["attention"].visible_tiles(mask, query, key, value))
         # Kept on the mask itself, so the tiles are freed together with it.
-        setattr(whole, _TILES, found)
-    return found[1]
+        setattr(whole, _TILES, kept)
+    return kept[1]
 
 
 def _expanded(tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
@@ -299,9 +299,9 @@ def _attention_of_rows(
 def _own_attention(module: nn.Module, *states: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
     """Compute the attention of the model's own file, with a dropout mask that does not depend on the layout."""
     # Each model file of transformers has its own function, with its own formula.
-    own = sys.modules[type(module).__module__].eager_attention_forward
+    eager = sys.modules[type(module).__module__].eager_attention_forward
     with ReplaceCalledDropout([site_of(module)]) if module.training and has_site(module) else nullcontext():
-        output: tuple[Tensor, Tensor | None] = own(module, *states, **options)
+        output: tuple[Tensor, Tensor | None] = eager(module, *states, **options)
     return output
 
 

@@ -94,8 +94,8 @@ def require_constant_rotations(config: Any, num_tokens: int, key: str) -> None:
         if kind not in _BY_LENGTH:
             continue
         # longrope changes its factors at this length; dynamic scaling begins at the other.
-        own = rotations.get("original_max_position_embeddings") if kind == "longrope" else None
-        constant = own or config.max_position_embeddings
+        original = rotations.get("original_max_position_embeddings") if kind == "longrope" else None
+        constant = original or config.max_position_embeddings
         if num_tokens > constant:
             raise UsageError(
                 f'the rotary positions of the model are of the type "{kind}", so rows of more than {constant} tokens'
@@ -258,8 +258,8 @@ def _read_keys(config_class: type) -> set[str]:
     Examples are `tie_word_embeddings` of T5 and `global_attn_every_n_layers` of ModernBERT.
     """
     # From the source: classes read such keys from `kwargs` and declare them nowhere.
-    own = [cls for cls in config_class.__mro__ if issubclass(cls, PreTrainedConfig) and cls is not PreTrainedConfig]
-    return {key for cls in own for key in re.findall(r'kwargs(?:\.get\(|\.pop\(|\[)"(\w+)"', inspect.getsource(cls))}
+    bases = [cls for cls in config_class.__mro__ if issubclass(cls, PreTrainedConfig) and cls is not PreTrainedConfig]
+    return {key for cls in bases for key in re.findall(r'kwargs(?:\.get\(|\.pop\(|\[)"(\w+)"', inspect.getsource(cls))}
 
 
 def load_config(recipe: Model, options: Mapping[str, Any]) -> Any:

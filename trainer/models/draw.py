@@ -46,20 +46,20 @@ def draw_weights(
             else:
                 together[f"{path}{name}."] = child
         together[path] = module  # last, as in transformers: its rule overrides theirs
-        found = {
+        drawn = {
             f"{at}{name}": parameter
             for at, part in together.items()
             for name, parameter in part.named_parameters(recurse=False)
             if f"{at}{name}" in wanted
         }
         # Nothing of this stream is on this rank. Its numbers need not be drawn: every module has a stream of its own.
-        if not any(map(held, found)):
+        if not any(map(held, drawn)):
             return
-        unset = {id(parameter) for parameter in found.values()}
+        unset = {id(parameter) for parameter in drawn.values()}
         # Parameters with loaded values keep them.
         for parameter in module.parameters():  # transformers skips parameters with this mark
             parameter._is_hf_initialized = id(parameter) not in unset  # type: ignore[attr-defined]
-        with drawing(list(found.values())):
+        with drawing(list(drawn.values())):
             for at, part in together.items():
                 seed_generator(_CPU, stream_key(seed, "weights", at))
                 owner._init_weights(part)

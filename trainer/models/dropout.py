@@ -230,28 +230,28 @@ def set_probabilities(config: Any, probability: float, given: Mapping[str, Any] 
         UsageError: the configuration has no dropout probability, or `given` has another one.
     """
     marks = _PROBABILITY_MARKS if probability else (*_PROBABILITY_MARKS, *_DEPTH_MARKS)
-    found = {
+    layers = {
         key: value
         for key, value in config.to_dict().items()
         if any(mark in key for mark in marks) and _holds_numbers(value)
     }
-    if not found:
+    if not layers:
         raise UsageError(
             f"`model.dropout` is {probability}, but a {config.model_type} configuration has no dropout probability; "
             "leave it null"
         )
     for key, value in (given or {}).items():
         name = config.attribute_map.get(key, key)
-        if name in found and any(mark in name for mark in _PROBABILITY_MARKS) and value != probability:
+        if name in layers and any(mark in name for mark in _PROBABILITY_MARKS) and value != probability:
             raise UsageError(
                 f"`model.dropout` sets all dropout probabilities to {probability}, but `model.config.{key}` is"
                 f" {value}; remove one of them"
             )
-    for key, value in found.items():
+    for key, value in layers.items():
         is_sequence = isinstance(value, list | tuple)
         setattr(config, key, type(value)([probability] * len(value)) if is_sequence else probability)
-    return list(found)
+    return list(layers)
 
 
 def _holds_numbers(value: Any) -> bool:
-    return all(type(one) in (int, float) for one in (value if isinstance(value, list | tuple) else [value]))
+    return all(type(number) in (int, float) for number in (value if isinstance(value, list | tuple) else [value]))

@@ -214,10 +214,10 @@ def _origin(parts: _Parts, whole: nn.Module, sources: _Sources, stored: StoredWe
         else:
             parts.read(again(), {name: sources.renamed[name]})
         assert parts.shards is not None
-        found = parts.shards[name]
+        shard = parts.shards[name]
         # One parameter at a time, so that the memory stays that of one.
         parts.shards.clear()
-        return found
+        return shard
 
     names = [name for name in (*sources.renamed, *drawn) if parts.holds(name)]
     return Origin(names, {name: stored.dtypes[key] for name, key in sources.renamed.items()}, read)
@@ -465,10 +465,10 @@ class _Parts:
             first |= {f"{name}.{part}": name for part, _ in weight.named_parameters()}
         # A stage may hold a copy of a parameter under another name than the whole model.
         origins = placed.stage.origins if placed.stage else {}
-        own: dict[str, list[str]] = {}  # names in this model, by the first name in the whole model
+        held: dict[str, list[str]] = {}  # names in this model, by the first name in the whole model
         for name, _ in self.model.named_parameters(remove_duplicate=False):
-            own.setdefault(origins.get(name) or first[name], []).append(name)
-        self._own = {name: own[origin] for name, origin in first.items() if origin in own}
+            held.setdefault(origins.get(name) or first[name], []).append(name)
+        self._own = {name: held[origin] for name, origin in first.items() if origin in held}
         self._buffers = {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
 
     def holds(self, name: str) -> bool:
@@ -528,8 +528,8 @@ class _Parts:
                 replace_in(whole, name, empty)
 
     def is_filled(self, name: str) -> bool:
-        own = self._own[name][0]
-        return not self.model.get_parameter(own).is_meta if self.shards is None else own in self.shards
+        first = self._own[name][0]
+        return not self.model.get_parameter(first).is_meta if self.shards is None else first in self.shards
 
     def check_filled(self) -> None:
         for name, parameter in self.model.named_parameters():
@@ -547,8 +547,8 @@ class _Parts:
             return
         in_parts = self._in_parts.get(name)
         if name in self.starts:
-            for own, value in self.starts[name](whole, in_parts.rounded(whole) if in_parts else whole).items():
-                self.fill_whole(own, value)
+            for part, value in self.starts[name](whole, in_parts.rounded(whole) if in_parts else whole).items():
+                self.fill_whole(part, value)
         if in_parts is not None:
             self._set_parts(name, in_parts.encoded(whole))
         else:
@@ -563,19 +563,19 @@ class _Parts:
         return part[first:last].clone()  # the other rows can go
 
     def _placement(self, name: str) -> ParameterPlacement:
-        return next(self._placements[own] for own in self._own[name] if own in self._placements)
+        return next(self._placements[held] for held in self._own[name] if held in self._placements)
 
     def _fill_encoded(self, name: str, parts: Mapping[str, Tensor]) -> None:
         """Fill a weight that is encoded already, and the parameters of its adapter."""
         if name in self.starts:
             whole = self._in_parts[name].decoded(torch.float32, parts)
-            for own, value in self.starts[name](whole, whole).items():
-                self.fill_whole(own, value)
+            for part, value in self.starts[name](whole, whole).items():
+                self.fill_whole(part, value)
         self._set_parts(name, parts)
 
     def _set_parts(self, name: str, parts: Mapping[str, Tensor]) -> None:
-        for own, part in parts.items():
-            self._set([f"{name}.{own}"], self._shard(part))
+        for suffix, part in parts.items():
+            self._set([f"{name}.{suffix}"], self._shard(part))
 
     def _set(self, names: Sequence[str], part: Tensor) -> None:
         empty = self.model.get_parameter(names[0])
@@ -587,8 +587,8 @@ class _Parts:
         assert part.shape == empty.shape, f"{names[0]} is {tuple(part.shape)}, but its place is {tuple(empty.shape)}"
         # One parameter under all its names, so that ties of the whole model hold here too.
         parameter = nn.Parameter(part, requires_grad=empty.requires_grad)
-        for own in names:
-            replace_in(self.model, own, parameter)
+        for name in names:
+            replace_in(self.model, name, parameter)
 
 
 @torch.no_grad()
@@ -599,18 +599,18 @@ def _rebuild_buffers(model: PreTrainedModel) -> None:
         owner = module if isinstance(module, PreTrainedModel) else owner  # the model that has the rules
         for name, child in module.named_children():
             rebuild(child, f"{path}{name}.", owner)
-        own = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
-        if not own:
+        empty = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
+        if not empty:
             return
         for parameter in module.parameters(recurse=False):
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # the rules skip it
-        for name in own:
+        for name in empty:
             buffer = getattr(module, name)
             # A marked value shows afterwards whether a rule has set the buffer.
             setattr(module, name, torch.full_like(buffer, _unset(buffer.dtype), device="cpu"))
         # transformers has the formulas of buffers, such as rotary frequencies, in the rules that draw weights.
         owner._init_weights(module)
-        for name in own:
+        for name in empty:
             buffer = getattr(module, name)
             if buffer.dtype != torch.bool and (buffer.isnan() | (buffer == _unset(buffer.dtype))).any():
                 raise CannotLoadPartsError(f"{type(owner).__name__} has no rule for the buffer {path}{name}")

@@ -42,12 +42,12 @@ def frozen_parameters(model: nn.Module, patterns: Sequence[str]) -> dict[nn.Para
     """
     matched = matched_parameters(model, patterns, "model.freeze")
     # A tied weight is frozen if any of its names matches.
-    found = {parameter: names[0] for parameter, names in aliases(model).items() if matched.intersection(names)}
-    if all(parameter in found for parameter in model.parameters() if parameter.requires_grad):
+    frozen = {parameter: names[0] for parameter, names in aliases(model).items() if matched.intersection(names)}
+    if all(parameter in frozen for parameter in model.parameters() if parameter.requires_grad):
         raise UsageError(
             f"`model.freeze` must leave a parameter to train, but {listed(patterns, 3)} match all; remove a pattern"
         )
-    return found
+    return frozen
 
 
 def _require_trained_tokens(model: Any, recipe: Model, freeze: Sequence[str]) -> None:

@@ -81,10 +81,10 @@ def find_file(recipe: Model, file: str) -> str | None:
     Raises:
         OSError: the hub cannot be reached.
     """
-    found: str | None = cached_file(
+    path: str | None = cached_file(
         str(recipe.name_or_path), file, revision=recipe.revision or "main", _raise_exceptions_for_missing_entries=False
     )
-    return found
+    return path
 
 
 def is_adapter(recipe: Model) -> bool:

@@ -32,5 +32,5 @@ class InputSamples(ABC):
 def samples_of(main_input: str) -> InputSamples | None:
     """Return the samples for models with a main input of this name; None: it is not of a registered kind."""
     others = (section.other_inputs for section in task_sections().values())
-    found = next((resolved(other.samples) for other in others if other and other.name == main_input), None)
-    return None if found is None else found()
+    samples = next((resolved(other.samples) for other in others if other and other.name == main_input), None)
+    return None if samples is None else samples()

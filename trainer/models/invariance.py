@@ -160,10 +160,10 @@ def _require_plain_loss(model: Any, name: str, auto_class_name: str) -> None:
         )
 
 
-def _difference(found: Tensor, expected: Tensor) -> float:
+def _difference(output: Tensor, expected: Tensor) -> float:
     # Without this bound, logits that are all 0 would divide 0 by 0.
     largest = expected.abs().max().clamp(min=torch.finfo(expected.dtype).tiny)
-    return float((found - expected).abs().max() / largest)
+    return float((output - expected).abs().max() / largest)
 
 
 def _logits(

@@ -40,8 +40,8 @@ class MergedWeights:
 
     def sources(self, name: str) -> tuple[str, ...]:
         """Return the names of the tensors from which a weight is made: its own, and those of its adapter."""
-        own = tuple(self._encoded[name].parts.values()) if name in self._encoded else (name,)
-        return (*own, *self._products.get(name, {}).values(), *self._rows.get(name, {}).values())
+        stored = tuple(self._encoded[name].parts.values()) if name in self._encoded else (name,)
+        return (*stored, *self._products.get(name, {}).values(), *self._rows.get(name, {}).values())
 
     def merged(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
         """Return a weight, from tensors that `read` returns by their names."""
@@ -51,14 +51,14 @@ class MergedWeights:
             weight = read(name)
         if self._adapter is not None and name in self._products:
             # Products of 16-bit factors are computed in fp32, and the sum is rounded once, at the end.
-            product = {own: read(source).float() for own, source in self._products[name].items()}
+            product = {factor: read(source).float() for factor, source in self._products[name].items()}
             layer = name.rpartition(".")[0]
             is_transposed = isinstance(self._model.get_submodule(layer), Conv1D)
             merged = _merged(weight.t() if is_transposed else weight, product, self._adapter.scaling_of(layer))
             weight = (merged.t() if is_transposed else merged).to(weight.dtype)
         if "rows" in self._rows.get(name, {}):
             # Trained rows replace those of the weight. After the product, because they do not go through it.
-            ids, rows = (read(self._rows[name][own]) for own in ("ids", "rows"))
+            ids, rows = (read(self._rows[name][part]) for part in ("ids", "rows"))
             weight = weight.index_copy(0, ids.to(torch.int64), rows.to(weight.dtype))
         return weight
 

@@ -45,13 +45,13 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 def parts_of_layers(names: Iterable[str], attribute: str) -> dict[str, dict[str, str]]:
     """Return the tensors of a part that layers have as an attribute, such as a product: by layer, the name of each."""
-    found: dict[str, dict[str, str]] = {}
+    layers: dict[str, dict[str, str]] = {}
     for name in names:
         # The dot in front lets a model that is itself the layer match.
-        layer, mark, own = f".{name}".partition(f".{attribute}.")
+        layer, mark, part = f".{name}".partition(f".{attribute}.")
         if mark:
-            found.setdefault(layer[1:], {})[own] = name
-    return found
+            layers.setdefault(layer[1:], {})[part] = name
+    return layers
 
 
 def prefixes(name: str) -> list[str]:
@@ -63,16 +63,16 @@ def prefixes(name: str) -> list[str]:
 def matched_parameters(model: nn.Module, patterns: Sequence[str], key: str) -> set[str]:
     """Return the parameters that a pattern matches, or in modules that it matches."""
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    found: set[str] = set()
+    matched: set[str] = set()
     problems = Problems()
     for pattern in patterns:
         names = {name for name in parameters if any(matches(pattern, part) for part in prefixes(name))}
         with problems.collect():
             if not names:
                 raise nothing_matches(key, pattern, [part for name in parameters for part in prefixes(name)])
-        found |= names
+        matched |= names
     problems.raise_all()
-    return found
+    return matched
 
 
 def last_parts(names: Iterable[str]) -> list[str]:

@@ -71,9 +71,9 @@ def parameter_groups(model: nn.Module, keys: Model, optimizer: OptimizerKeys) ->
                     )
                 owners[name] = origin
                 decay = optimizer.weight_decay if group.weight_decay is None else group.weight_decay
-                own = group.learning_rate
+                set_rate = group.learning_rate
                 # A group without a rate keeps the one of its layer.
-                rate = rules[name].rate if own is None else own / optimizer.learning_rate
+                rate = rules[name].rate if set_rate is None else set_rate / optimizer.learning_rate
                 rules[name] = ParameterRule(origin, rate, decay)
     problems.raise_all()
     return ParameterGroups(rules, _table(model, optimizer, rules), late)
@@ -82,10 +82,10 @@ def parameter_groups(model: nn.Module, keys: Model, optimizer: OptimizerKeys) ->
 def _table(
     model: nn.Module, optimizer: OptimizerKeys, rules: Mapping[str, ParameterRule]
 ) -> tuple[tuple[str, ...], ...]:
-    found: dict[ParameterRule, list[int]] = {}
+    by_rule: dict[ParameterRule, list[int]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            found.setdefault(rules[name], []).append(parameter.numel())
+            by_rule.setdefault(rules[name], []).append(parameter.numel())
     rows = [
         (
             rule.origin,
@@ -94,19 +94,19 @@ def _table(
             f"{rule.rate * optimizer.learning_rate:.4g}",
             f"{rule.weight_decay:g}",
         )
-        for rule, sizes in found.items()
+        for rule, sizes in by_rule.items()
     ]
     return ("group", "tensors", "parameters", "learning rate", "weight decay"), *rows
 
 
 def _matched(model: nn.Module, patterns: Sequence[str], key: str) -> list[str]:
     any_names = matched_parameters(model, patterns, key)
-    found = {names[0]: parameter for parameter, names in aliases(model).items() if any_names.intersection(names)}
-    if not any(parameter.requires_grad for parameter in found.values()):
+    matched = {names[0]: parameter for parameter, names in aliases(model).items() if any_names.intersection(names)}
+    if not any(parameter.requires_grad for parameter in matched.values()):
         raise UsageError(
             f"`{key}` must match trained parameters, but {listed(patterns, 3)} matches frozen ones only; name others"
         )
-    return list(found)
+    return list(matched)
 
 
 def _heights(model: nn.Module) -> dict[str, tuple[str, int]]:
@@ -117,15 +117,15 @@ def _heights(model: nn.Module) -> dict[str, tuple[str, int]]:
     """
     layers = layers_of(model, "`optimizer.layer_decay`")
     powers = {name: len(layers) - index for index, name in enumerate(layers)}
-    found: dict[nn.Parameter, tuple[str, int]] = {}
+    heights: dict[nn.Parameter, tuple[str, int]] = {}
     for module, layer in _around(model, list(layers)):
         part = ("embeddings", len(layers) + 1) if layer is None else (layer, powers[layer])
-        found |= dict.fromkeys(module.parameters(), part)
+        heights |= dict.fromkeys(module.parameters(), part)
     # Layers last: an embedding inside of a layer, such as a position bias, belongs to its layer.
     for name, module in layers.items():
-        found |= dict.fromkeys(module.parameters(), (name, powers[name]))
+        heights |= dict.fromkeys(module.parameters(), (name, powers[name]))
     # A weight that is tied to the embedding counts as the embedding.
-    return {names[0]: found.get(parameter, ("head", 0)) for parameter, names in aliases(model).items()}
+    return {names[0]: heights.get(parameter, ("head", 0)) for parameter, names in aliases(model).items()}
 
 
 def _around(model: Any, layers: Sequence[str]) -> Iterator[tuple[nn.Module, str | None]]:
@@ -135,6 +135,8 @@ def _around(model: Any, layers: Sequence[str]) -> Iterator[tuple[nn.Module, str 
     for stack in family.stages.stacks if family and family.stages else ():
         last = [name for name in layers if matches(stack.layers, name)][-1]
         for patterns, layer in ((stack.before, None), (stack.after, last)):
-            yield from ((modules[name], layer) for name in modules if any(matches(one, name) for one in patterns))
+            yield from (
+                (modules[name], layer) for name in modules if any(matches(pattern, name) for pattern in patterns)
+            )
     if family is None or family.stages is None:
         yield from ((module, None) for module in modules.values() if isinstance(module, nn.Embedding))

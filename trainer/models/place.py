@@ -165,8 +165,8 @@ def place(
         placements = split_model(model, cut.groups, cut.sequence)
     if stage is not None and cut.choice is not None:
         # Names in placements become those of the whole model, by which checkpoints know parameters.
-        own = placements or whole(model)
-        placements = {name: _of_stage(one, stage, cut.choice.stage) for name, one in own.items()}
+        of_part = placements or whole(model)
+        placements = {name: _of_stage(placement, stage, cut.choice.stage) for name, placement in of_part.items()}
     return PlacedModel(model, cut, placements, stage, keys, notes, lacking, groups=groups)
 
 

@@ -123,8 +123,8 @@ def save_model(
 def _collected(tensors: WholeTensors, names: Iterable[str], rank: int) -> dict[str, Tensor]:
     """Return whole tensors on one rank, and none on the others; all ranks must call it with the same names."""
     # Every rank, in the same order: each `collect` is a collective.
-    found = {name: tensors.collect(name, rank) for name in dict.fromkeys(names)}
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
+    collected = {name: tensors.collect(name, rank) for name in dict.fromkeys(names)}
+    return {name: tensor for name, tensor in collected.items() if tensor is not None}
 
 
 def _plan_weights(

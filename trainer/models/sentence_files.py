@@ -51,12 +51,12 @@ def read_json(model: Model, name: str, kind: type) -> Any:
     if file is None:
         return None
     try:
-        found = json.loads(Path(file).read_text("utf-8"))
+        content = json.loads(Path(file).read_text("utf-8"))
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, kind):
+        content = None
+    if not isinstance(content, kind):
         what = "a list" if kind is list else "an object"
         raise UsageError(
             f"`model.name_or_path` has a {name} that must hold {what} in JSON, but {file} holds none; correct it"
         )
-    return found
+    return content

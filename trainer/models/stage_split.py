@@ -219,15 +219,15 @@ def _module_costs(model: nn.Module, plan: StagePlan) -> Iterator[tuple[str, int]
     row = plan.costed_row(model.config) if plan.costed_row else None
     counted = None if row is None else multiplications(model, row)
     for name, module in model.named_modules():
-        own = list(module.parameters(recurse=False))
-        if not own:
+        direct = list(module.parameters(recurse=False))
+        if not direct:
             continue
         if counted is not None:
             yield name, counted.get(name, 0)
         elif isinstance(module, nn.Embedding):
-            yield name, own[0].shape[1]  # the lookup reads one row, independent of the table's size
+            yield name, direct[0].shape[1]  # the lookup reads one row, independent of the table's size
         else:
-            yield name, sum(parameter.numel() for parameter in own)
+            yield name, sum(parameter.numel() for parameter in direct)
 
 
 def _within(name: str, outer: str) -> bool:
@@ -258,7 +258,7 @@ class _StagedModel:
             if _within(relative, layer):
                 return self.split.stage_of(number)
         for stack in self.plan.stacks:
-            numbers = [number for number, own in enumerate(self.stack_of) if own is stack]
+            numbers = [number for number, of_layer in enumerate(self.stack_of) if of_layer is stack]
             if numbers and _stands_in(stack.before, relative):
                 return self.split.stage_of(numbers[0])
             if numbers and _stands_in(stack.after, relative):
@@ -327,11 +327,11 @@ def cut_stage(model: nn.Module, split: StageSplit, stage: int) -> StagePart:
     _stand_in(staged, stage, traffic)
     _connect(staged, traffic, split.layers[first] if receives.hidden else None, sends.result and not receives.result)
     # After the stand-ins: the names that this stage still has.
-    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    held = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return StagePart(
         layers,
         traffic,
-        {name: origin for name, origin in origins.items() if name in own and name != origin},
+        {name: origin for name, origin in origins.items() if name in held and name != origin},
         {origin: tuple(sorted(stages)) for origin, stages in holders.items() if len(stages) > 1},
         receives,
         sends,

@@ -164,15 +164,15 @@ class EnlargedWeights(ChangedWeights):
         stored: list[tuple[Index, Tensor]] = []
         for index, target in targets:
             slices = (*index, *[slice(None)] * (len(shape) - len(index)))
-            places = [slice(*one.indices(size)) for one, size in zip(slices, shape, strict=True)]
-            own = places[dim]
+            places = [slice(*part.indices(size)) for part, size in zip(slices, shape, strict=True)]
+            rows = places[dim]
             # A slice may begin in stored rows and end in further ones, or lie wholly in either.
-            num_stored = max(0, min(own.stop, before[dim]) - own.start)
+            num_stored = max(0, min(rows.stop, before[dim]) - rows.start)
             if num_stored:
-                places[dim] = slice(own.start, own.start + num_stored)
+                places[dim] = slice(rows.start, rows.start + num_stored)
                 stored.append((tuple(places), target.narrow(dim, 0, num_stored)))
             places[dim] = slice(None)
-            target.narrow(dim, num_stored, own.stop - own.start - num_stored).copy_(self._means[key][tuple(places)])
+            target.narrow(dim, num_stored, rows.stop - rows.start - num_stored).copy_(self._means[key][tuple(places)])
         # Also without a slice: ranks of a node that share their reads must all call it.
         super()._copy(key, stored)
 
@@ -202,8 +202,10 @@ class SharedWeights(StoredWeights):
 
         # Only the reader of the node runs it; the others get shapes and names of types.
         def open_files() -> dict[str, tuple[tuple[int, ...], str]]:
-            self._own = own = StoredWeights(files)
-            return {key: (shape, str(own.dtypes[key]).removeprefix("torch.")) for key, shape in own.shapes.items()}
+            self._own = opened = StoredWeights(files)
+            return {
+                key: (shape, str(opened.dtypes[key]).removeprefix("torch.")) for key, shape in opened.shapes.items()
+            }
 
         described = node.read(open_files)
         self.shapes = {key: tuple(shape) for key, (shape, _) in described.items()}
@@ -230,14 +232,14 @@ class SharedWeights(StoredWeights):
         num_rows = self.shapes[key][0] if self.shapes[key] else 1
         for start, chunk in self._chunks(key):
             for index, target in targets:
-                own, *columns = index or (slice(0, num_rows),)
+                part, *columns = index or (slice(0, num_rows),)
                 # The rows that both the chunk and the target have; perhaps none.
-                first, last = max(own.start, start), min(own.stop, start + len(chunk))
+                first, last = max(part.start, start), min(part.stop, start + len(chunk))
                 if first < last:
                     own_rows = (slice(first - start, last - start), *columns)
                     # `_chunks` yields a scalar as one row, so a scalar target needs that dimension too.
                     rows = target if target.dim() else target.view(1)
-                    rows[first - own.start : last - own.start] = chunk[own_rows]
+                    rows[first - part.start : last - part.start] = chunk[own_rows]
 
     def _chunks(self, key: str) -> Iterator[tuple[int, Tensor]]:
         """Yield the rows of a tensor in chunks, each with the index of its first row; a scalar is one row."""

@@ -72,8 +72,8 @@ def _require_small_texts(key: str, name: str, tokenizer: Any) -> None:
 
 def _rules(normalizer: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield normalizer
-    for one in normalizer.get("normalizers", ()):
-        yield from _rules(one)
+    for inner in normalizer.get("normalizers", ()):
+        yield from _rules(inner)
 
 
 def _has_languages(tokenizer: Any) -> bool:

@@ -40,7 +40,7 @@ class UnknownModelError(Exception):
 
 def transformers_class(model: Any) -> Any:
     """Return the class of transformers that a model has, without a class that FSDP may derive from it."""
-    return next(one for one in type(model).__mro__ if one.__module__.startswith("transformers."))
+    return next(base for base in type(model).__mro__ if base.__module__.startswith("transformers."))
 
 
 def described_model(described: Mapping[str, Any]) -> Any:
@@ -57,25 +57,25 @@ def described_model(described: Mapping[str, Any]) -> Any:
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
     if not isinstance(name, str):
         raise UnknownModelError(f"its `architectures` must name one class, but are {names!r}")
-    found: Any = getattr(transformers, name, None) if _CLASS_NAME.fullmatch(name) else None
-    if not _is_model(found):
+    kind: Any = getattr(transformers, name, None) if _CLASS_NAME.fullmatch(name) else None
+    if not _is_model(kind):
         raise UnknownModelError(f"its `architectures` name {name!r}, which is no model of transformers")
-    if found.config_class is not CONFIG_MAPPING[model_type]:
+    if kind.config_class is not CONFIG_MAPPING[model_type]:
         raise UnknownModelError(f"{name} is not of its `model_type` {model_type!r}")
     try:
         config_class = CONFIG_MAPPING[model_type]
         # `save_pretrained` tags infinities and NaN, and `from_dict` alone does not restore them.
         config = config_class.from_dict(config_class._decode_special_floats(dict(described)))
         with torch.device("meta"):
-            return found(config)
+            return kind(config)
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, StrictDataclassError) as error:
         raise UnknownModelError(f"{name} cannot be built from it: {error}") from error
 
 
-def _is_model(found: Any) -> bool:
+def _is_model(kind: Any) -> bool:
     # A file must not choose another attribute of transformers, such as a function, to be called.
-    shipped = getattr(found, "__module__", "").startswith("transformers.models.")
-    return shipped and isinstance(found, type) and issubclass(found, PreTrainedModel)
+    shipped = getattr(kind, "__module__", "").startswith("transformers.models.")
+    return shipped and isinstance(kind, type) and issubclass(kind, PreTrainedModel)
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,9 @@ class WeightFile:
         tensors: dict[str, Tensor] = {}
         for group in self._groups:
             whole = {name: _cast(name, read(source), self._types[name]) for name, source in group.sources.items()}
-            made = revert_weight_conversion(self._model, whole)
+            reverted = revert_weight_conversion(self._model, whole)
             # A file may have some tensors of a group only, and another file the others.
-            tensors |= {key: _alone(made[key]) for key in self._keys.intersection(group.written)}
+            tensors |= {key: _alone(reverted[key]) for key in self._keys.intersection(group.written)}
         save_tensors(tensors, folder / self.name, metadata={"format": "pt"})
         return folder / self.name
 
@@ -170,10 +170,10 @@ def plan_files(
     groups = []
     for names in _together(sources, model._weight_conversions):
         empty = {name: torch.empty(shapes[sources[name]], dtype=types[name], device="meta") for name in names}
-        made = revert_weight_conversion(model, empty)
-        groups.append(_Group({name: sources[name] for name in names}, made.keys()))
+        reverted = revert_weight_conversion(model, empty)
+        groups.append(_Group({name: sources[name] for name in names}, reverted.keys()))
         # New tensors, because the storage size of a slice is that of the whole tensor.
-        written |= {key: torch.empty(one.shape, dtype=one.dtype, device="meta") for key, one in made.items()}
+        written |= {key: torch.empty(t.shape, dtype=t.dtype, device="meta") for key, t in reverted.items()}
 
     split = split_torch_state_dict_into_shards(
         written, filename_pattern="model{suffix}.safetensors", max_shard_size=largest_file_bytes
@@ -181,9 +181,9 @@ def plan_files(
     files = []
     for file, listed_keys in split.filename_to_tensors.items():
         keys = frozenset(listed_keys)
-        own = tuple(group for group in groups if keys.intersection(group.written))
-        needed = tuple(dict.fromkeys(chain.from_iterable(group.sources.values() for group in own)))
-        files.append(WeightFile(file, needed, sum(written[key].nbytes for key in keys), model, keys, own, types))
+        of_file = tuple(group for group in groups if keys.intersection(group.written))
+        needed = tuple(dict.fromkeys(chain.from_iterable(group.sources.values() for group in of_file)))
+        files.append(WeightFile(file, needed, sum(written[key].nbytes for key in keys), model, keys, of_file, types))
     if not split.is_sharded:
         return WeightFiles(tuple(files), None)
     metadata = {"total_parameters": model.num_parameters(), **split.metadata}
@@ -197,12 +197,12 @@ def _sources(model: Any, available: Collection[str]) -> dict[str, str]:
     sources: dict[str, str] = {}
     missing = []
     for names in [*aliases(model).values(), *([name] for name in persistent_buffers(model))]:
-        found = [name for name in names if name in available]
-        if len(found) == 1:
-            sources[next((name for name in names if name not in copies), names[0])] = found[0]
+        present = [name for name in names if name in available]
+        if len(present) == 1:
+            sources[next((name for name in names if name not in copies), names[0])] = present[0]
         else:  # several: the configuration ties them, but their weights differ
-            sources |= {name: name for name in found}
-        missing += names[:1] if not found else []
+            sources |= {name: name for name in present}
+        missing += names[:1] if not present else []
     if missing := sorted(set(missing) - ignored):
         raise UnknownModelError(f"there is no {listed(missing, 3)}")
     if unexpected := sorted(set(available) - set(sources.values())):

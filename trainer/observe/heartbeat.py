@@ -58,13 +58,13 @@ def ranks_folder(run_folder: Path) -> Path:
 
 def read_statuses(run_folder: Path) -> dict[int, Status]:
     """Return the last records of the ranks of a run, in order of rank, without missing and incomplete files."""
-    found = []
+    statuses = []
     for file in ranks_folder(run_folder).glob("machine-*.jsonl"):
         for record in _records(file):
             # A record that is just being written may be cut.
             with suppress(ValueError):
-                found.append(_STATUS.validate_json(record, strict=True))
-    return {status.rank: status for status in sorted(found, key=lambda status: status.rank)}
+                statuses.append(_STATUS.validate_json(record, strict=True))
+    return {status.rank: status for status in sorted(statuses, key=lambda status: status.rank)}
 
 
 def killed_ranks(run_folder: Path) -> list[Status]:
@@ -75,7 +75,7 @@ def killed_ranks(run_folder: Path) -> list[Status]:
     host, end = _host(), time.monotonic() + _DYING_SECONDS
     while this_machine():
         statuses = read_statuses(run_folder).values()
-        killed = [one for one in statuses if one.host == host and not one.left and not start_of(one.pid)]
+        killed = [status for status in statuses if status.host == host and not status.left and not start_of(status.pid)]
         if killed or time.monotonic() > end:
             return killed
         time.sleep(0.05)

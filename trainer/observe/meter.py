@@ -175,8 +175,8 @@ class Meter:
         """Return the rates since the last `read`; at least one step must lie between."""
         assert self._steps, "an interval without steps has no rates"
         parts = self.parts()
-        own = sum(time for part, time in parts.items() if part not in _PAUSES)
-        seconds = max(own, 1e-9)  # a clock may be too coarse for a tiny step
+        working = sum(time for part, time in parts.items() if part not in _PAUSES)
+        seconds = max(working, 1e-9)  # a clock may be too coarse for a tiny step
         self.trained += seconds
         rates = Rates(
             step_seconds=seconds / self._steps,
@@ -218,15 +218,15 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_BYTES
 
 
-def of_slowest_reader(own: Mapping[str, float], rows: Sequence[float]) -> Mapping[str, float]:
+def of_slowest_reader(seconds: Mapping[str, float], rows: Sequence[float]) -> Mapping[str, float]:
     """Return the parts of this rank, with the rows of the rank that waits longest for them.
 
     The others wait for it in the collectives of the step.
     """
-    longer = max(0.0, max(rows) - own.get(ROWS, 0.0))
+    longer = max(0.0, max(rows) - seconds.get(ROWS, 0.0))
     for part in (STEP, DEVICE):
-        moved = min(longer, own.get(part, 0.0))
+        moved = min(longer, seconds.get(part, 0.0))
         if moved:
-            own = {**own, part: own[part] - moved, ROWS: own.get(ROWS, 0.0) + moved}
+            seconds = {**seconds, part: seconds[part] - moved, ROWS: seconds.get(ROWS, 0.0) + moved}
             longer -= moved
-    return own
+    return seconds

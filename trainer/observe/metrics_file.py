@@ -144,19 +144,19 @@ def run_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         resumed: dict[int, int] = {}  # the steps from which it was resumed, by their lines
         for index, content in enumerate(file):
             # By a pattern, since parsing each line of a long file twice would take too long.
-            if found := _RUN.match(content):
-                if found[1] == b"null":
+            if match := _RUN.match(content):
+                if match[1] == b"null":
                     earlier, place = index, offset
                     resumed.clear()
                 else:
-                    resumed[index + 1] = int(found[1])
+                    resumed[index + 1] = int(match[1])
             offset += len(content)
         last, lasts = math.inf, dict[int, float]()  # the last step that no later part repeats, by the line of each part
         # From the last part back: a line counts only up to the earliest step from which a later part resumed.
         for number in reversed(resumed):
             lasts[number], last = last, min(last, resumed[number])
         file.seek(place)
-        for number, line in enumerate((one.decode(errors="replace").rstrip("\n") for one in file), earlier + 1):
+        for number, line in enumerate((raw.decode(errors="replace").rstrip("\n") for raw in file), earlier + 1):
             if not line:
                 continue
             # A kill can cut the last line only.

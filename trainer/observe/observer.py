@@ -44,16 +44,19 @@ def joined(requests: Iterable[Request | None]) -> Request | None:
     Raises:
         UsageError: two of them log the same name.
     """
-    made = [request for request in requests if request is not None]
-    if not made:
+    asked = [request for request in requests if request is not None]
+    if not asked:
         return None
-    numbers = {name: number for request in made for name, number in request.log.items()}
-    if len(numbers) < sum(len(request.log) for request in made):
+    numbers = {name: number for request in asked for name, number in request.log.items()}
+    if len(numbers) < sum(len(request.log) for request in asked):
         raise UsageError(
             f"callbacks must log different names, but two log the same of {', '.join(numbers)}; rename one"
         )
     return Request(
-        any(one.evaluate for one in made), any(one.save for one in made), any(one.stop for one in made), numbers
+        any(request.evaluate for request in asked),
+        any(request.save for request in asked),
+        any(request.stop for request in asked),
+        numbers,
     )
 
 

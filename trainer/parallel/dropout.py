@@ -79,11 +79,11 @@ class _Draws:
     def row_keys(self, call: _Call) -> Tensor:
         """Return the keys for a call of a site, int64 `[batch + 1]`; the last is that of a mask that all rows share."""
         self.made.append(call)
-        found = self._row_keys.get(call)
-        if found is None:
+        kept = self._row_keys.get(call)
+        if kept is None:
             keys = torch.full((1, 1), self._keys.learn(call, self.key.step), device=self.key.rows.device)
-            found = self._row_keys[call] = self._row_keys_of(keys)[0]
-        return found
+            kept = self._row_keys[call] = self._row_keys_of(keys)[0]
+        return kept
 
     def _row_keys_of(self, keys: Tensor) -> Tensor:
         """Return the keys of rows for calls with `keys` [calls, 1], int64 `[calls, batch + 1]`."""
@@ -135,20 +135,20 @@ class DropoutKeys:
 
     def known(self, step: int, device: torch.device) -> tuple[list[_Call], Tensor]:
         """Return all known calls, and their keys in a step, int64 `[calls, 1]`, on `device`."""
-        found = self._of_step.get(device)
+        draws = self._of_step.get(device)
         # A new step has other keys, and a call that was just learned makes the table longer.
-        if found is None or found[0] != step or len(found[1]) != len(self._calls):
+        if draws is None or draws[0] != step or len(draws[1]) != len(self._calls):
             calls = list(self._calls)
             keys = torch.tensor(stream_keys((self.seed, step), calls), dtype=torch.int64).unsqueeze(-1)
             # Pinning would initialise CUDA in a process that trains on a CPU.
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                 keys = keys.pin_memory()  # the host need not wait for the copy
-            if found is not None and len(found[1]) == len(calls):
-                of_calls = found[2].copy_(keys, non_blocking=True)  # CUDA graphs read this memory
+            if draws is not None and len(draws[1]) == len(calls):
+                of_calls = draws[2].copy_(keys, non_blocking=True)  # CUDA graphs read this memory
             else:
                 of_calls = keys.to(device, non_blocking=True)
-            found = self._of_step[device] = (step, calls, of_calls)
-        return found[1:]
+            draws = self._of_step[device] = (step, calls, of_calls)
+        return draws[1:]
 
     def learn(self, call: _Call, step: int) -> int:
         """Add a call to the known ones, and return its key in a step."""
@@ -179,12 +179,12 @@ class DropoutKeys:
         first = len(draws.made)
 
         def places() -> slice:
-            made, places = draws.made[first:], {call: place for place, call in enumerate(self._calls)}
-            start = places[made[0]] if made else 0
+            calls, places = draws.made[first:], {call: place for place, call in enumerate(self._calls)}
+            start = places[calls[0]] if calls else 0
             # A compiled layer reads its keys from one slice in order, so its calls must be neighbours among the known
             # ones.
-            assert [places[call] for call in made] == [*range(start, start + len(made))], "calls in another order"
-            return slice(start, start + len(made))
+            assert [places[call] for call in calls] == [*range(start, start + len(calls))], "calls in another order"
+            return slice(start, start + len(calls))
 
         return places
 

@@ -35,11 +35,11 @@ class RowGroup:
 
     def pad(self, x: Tensor) -> Tensor:
         """Return the rows `[rows, width, ...]` of `x` `[1, tokens, ...]`, with zeros as padding."""
-        own = x[0, self.tokens]
+        tokens = x[0, self.tokens]
         shape = (len(self.rows), self.width, *x.shape[2:])
         if self.places is None:
-            return own.reshape(shape)
-        return x.new_zeros(shape).flatten(0, 1).index_copy(0, self.places, own).view(shape)
+            return tokens.reshape(shape)
+        return x.new_zeros(shape).flatten(0, 1).index_copy(0, self.places, tokens).view(shape)
 
     def join(self, x: Tensor) -> Tensor:
         """Return the tokens `[tokens, ...]` of these rows, `x` `[rows, width, ...]`."""
@@ -119,10 +119,10 @@ class FlatRows:
         groups = []
         for first, end in pairwise(_cuts(self.lengths, 0.0 if device.type == "cuda" else _ALIKE)):
             longest = self.lengths[first]
-            found = np.arange(longest) < lengths[first:end, None]
+            mask = np.arange(longest) < lengths[first:end, None]
             places = is_token = None
-            if not found.all():
-                places, is_token = _moved(np.flatnonzero(found), device), _moved(found, device)
+            if not mask.all():
+                places, is_token = _moved(np.flatnonzero(mask), device), _moved(mask, device)
             groups.append(
                 RowGroup(self.order[first:end], slice(self.bounds[first], self.bounds[end]), longest, places, is_token)
             )

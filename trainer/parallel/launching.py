@@ -112,18 +112,18 @@ def launch(facts: tuple[Hashable, ...], tensors: Sequence[Sequence[Any]], plan: 
         plan: returns the launches; it is called if none with these facts are kept.
     """
     # The usual way: no argument is looked at again, and Triton's own search is left out.
-    found = _kept.get(facts)
-    if found is not None:
-        stream = found[0]()
-        for (run, grid, code, others), own in zip(found[1], tensors, strict=True):
-            run(*grid, stream, *code, *own, *others)
+    kept = _kept.get(facts)
+    if kept is not None:
+        stream = kept[0]()
+        for (run, grid, code, others), operands in zip(kept[1], tensors, strict=True):
+            run(*grid, stream, *code, *operands, *others)
         return
     started: list[_Started] = []
-    for (kernel, grid, numbers, constants), own in zip(plan(), tensors, strict=True):
+    for (kernel, grid, numbers, constants), operands in zip(plan(), tensors, strict=True):
         # The first launch goes through Triton, which finds or compiles the kernel; later ones call it directly.
-        compiled = kernel[grid](*own, *numbers, **constants)
+        compiled = kernel[grid](*operands, *numbers, **constants)
         if compiled is not None:
-            names = kernel.arg_names[len(own) + len(numbers) :]
+            names = kernel.arg_names[len(operands) + len(numbers) :]
             # As in the launchers of torch's compiler: no metadata and no hooks, which only Triton's profiler reads.
             code = (compiled.function, compiled.packed_metadata, None, None, None)
             others = (*numbers, *(constants[name] for name in names))

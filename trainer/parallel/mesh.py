@@ -44,7 +44,7 @@ class ParallelMesh:
         assert set(degrees) <= set(AXES), f"unknown axes {set(degrees) - set(AXES)}"
         self.device = device
         self._degrees = {axis: degrees.get(axis, 1) for axis in AXES}
-        joint = {axis: prod(self._degrees[one] for one in parts) for axis, parts in JOINT_AXES.items()}
+        joint = {axis: prod(self._degrees[part] for part in parts) for axis, parts in JOINT_AXES.items()}
         self.sizes = self._degrees | joint
         self.world_size = prod(self._degrees.values())
         assert self.world_size == 1 or dist.is_initialized(), "several ranks need a process group"
@@ -176,7 +176,7 @@ class ParallelMesh:
 
     def agree_each(self, value: int) -> tuple[int, ...]:
         """Return the `value` of every rank, in order of rank, on all ranks."""
-        return tuple(int(own) for (own,) in self.agree_table([value]))
+        return tuple(int(largest) for (largest,) in self.agree_table([value]))
 
     def agree_table(self, values: Sequence[float]) -> list[list[float]]:
         """Return the `values` of every rank, in order of rank, on all ranks; each has the same number of them.

@@ -91,10 +91,10 @@ def positions(microbatches: Iterable[Microbatch]) -> tuple[int, int]:
     All of a filler is padding, and microbatches without a mask have no positions.
     """
     hidden = places = 0
-    for one in microbatches:
-        own = sum(mask.numel() for name, mask in one.inputs.items() if name.endswith("attention_mask"))
-        hidden += own if one.filler else 0 if one.hidden is None else int(one.hidden.sum())
-        places += own
+    for microbatch in microbatches:
+        number = sum(mask.numel() for name, mask in microbatch.inputs.items() if name.endswith("attention_mask"))
+        hidden += number if microbatch.filler else 0 if microbatch.hidden is None else int(microbatch.hidden.sum())
+        places += number
     return hidden, places
 
 
@@ -167,7 +167,7 @@ def copied_ahead(batches: Iterable[RankBatch], device: torch.device) -> Iterator
         else:
             yield before
         ahead = zip(batch.microbatches, copies, strict=True)
-        before = replace(batch, microbatches=[replace(one, ahead=copy) for one, copy in ahead])
+        before = replace(batch, microbatches=[replace(microbatch, ahead=copy) for microbatch, copy in ahead])
     if before is not None:
         yield before
 

@@ -75,9 +75,9 @@ class NodeRanks:
 
     def any_of(self, values: Sequence[bool]) -> list[bool]:
         """Return for each place of a list whether a rank of the node has True there."""
-        found = torch.tensor(values, dtype=torch.uint8)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
-        return [bool(value) for value in found.tolist()]
+        flags = torch.tensor(values, dtype=torch.uint8)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
+        return [bool(value) for value in flags.tolist()]
 
     def _broadcast(self, tensor: Tensor) -> None:
         dist.broadcast(tensor, src=self._reader, group=self._group)
@@ -103,16 +103,16 @@ def ranks_of_node(mesh: ParallelMesh) -> Iterator[NodeRanks | None]:
         yield None
         return
     nodes: list[str] = mesh.all_gather(node_name())
-    own: Any = None
+    members: Any = None
     for node in dict.fromkeys(nodes):
         ranks = [rank for rank, name in enumerate(nodes) if name == node]
         # All ranks must create each group. Its tensors are on the CPU.
         group = dist.new_group(ranks, backend="gloo")
-        own = group if mesh.rank in ranks else own
+        members = group if mesh.rank in ranks else members
     try:
-        yield NodeRanks(own)
+        yield NodeRanks(members)
     finally:
-        dist.destroy_process_group(own)
+        dist.destroy_process_group(members)
 
 
 def node_name() -> str:

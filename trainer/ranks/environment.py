@@ -278,7 +278,7 @@ def _elastic_nodes(environ: Mapping[str, str]) -> tuple[int, int] | None:
     """Return the range of `--nnodes`, which torchrun does not pass to its ranks; None for a fixed number."""
     named = (_nnodes(words) for words in _commands_of_ancestors(3))
     # The nearest command that names a number decides, before torchrun's own variable.
-    nodes = next((found for found in named if found is not None), environ.get("PET_NNODES", ""))
+    nodes = next((value for value in named if value is not None), environ.get("PET_NNODES", ""))
     match = re.fullmatch(r"([0-9]+):([0-9]+)", nodes)
     return (int(match[1]), int(match[2])) if match and match[1] != match[2] else None
 
@@ -300,11 +300,11 @@ def _commands_of_ancestors(number: int) -> Iterator[list[str]]:
 
 def _nnodes(words: Sequence[str]) -> str | None:
     """Return the value of torchrun's `--nnodes` in a command line, or of a prefix, which argparse takes too."""
-    found = None
+    value = None
     for word, following in zip(words, [*words[1:], ""], strict=True):
         if match := re.fullmatch(r"--nn(?:o(?:d(?:es?)?)?)?(?:=(.*))?", word):
-            found = match[1] or following
-    return found
+            value = match[1] or following
+    return value
 
 
 def environment_of(

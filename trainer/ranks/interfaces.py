@@ -39,20 +39,20 @@ def listening_address(host: str, one_machine: bool) -> str:
         An address, or an empty string for all interfaces: `host` has no address of this machine, or several.
     """
     try:
-        found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+        resolved = [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
     except OSError:
         return ""
-    local = {address for own in addresses().values() for address in own}
-    usable = [address for address in found if is_loopback(address) or address in local]
+    local = {address for ips in addresses().values() for address in ips}
+    usable = [address for address in resolved if is_loopback(address) or address in local]
     if one_machine:
         return usable[0] if usable else ""
     # A name that is a loopback address here, as in Debian's /etc/hosts, is another one for the other machines.
-    return usable[0] if len(found) == len(usable) == 1 and not is_loopback(usable[0]) else ""
+    return usable[0] if len(resolved) == len(usable) == 1 and not is_loopback(usable[0]) else ""
 
 
 def interface_of(address: str) -> str | None:
     """Return the name of the interface with that address, or None."""
-    return next((name for name, own in addresses().items() if address in own), None)
+    return next((name for name, ips in addresses().items() if address in ips), None)
 
 
 def address_of(interface: str) -> str:
@@ -64,17 +64,17 @@ def address_of(interface: str) -> str:
     Raises:
         LaunchError: this machine has no such interface.
     """
-    found = addresses().get(interface.split(",")[0])
-    if found is None:
+    ips = addresses().get(interface.split(",")[0])
+    if ips is None:
         raise LaunchError(
             f"{GLOO_INTERFACE} is {interface}, but {socket.gethostname()} has {interfaces()}; name one of these"
         )
-    return found[0]
+    return ips[0]
 
 
 def interfaces() -> str:
     """Return the interfaces that are up with their addresses, for messages, without loopback addresses."""
-    shown = [f"{name} ({address})" for name, own in addresses().items() for address in own if not is_loopback(address)]
+    shown = [f"{name} ({address})" for name, ips in addresses().items() for address in ips if not is_loopback(address)]
     return ", ".join(shown) or "only loopback interfaces"
 
 
@@ -82,9 +82,9 @@ def addresses() -> dict[str, list[str]]:
     """Return the addresses of each interface that is up, IPv4 first, without link-local ones."""
     import psutil  # here, because `trainer doctor` must be able to say that it is missing
 
-    states, found = psutil.net_if_stats(), psutil.net_if_addrs()
+    states, by_interface = psutil.net_if_stats(), psutil.net_if_addrs()
     up: dict[str, list[str]] = {}
-    for name, entries in found.items():
+    for name, entries in by_interface.items():
         usable = [
             entry.address
             for family in (socket.AF_INET, socket.AF_INET6)

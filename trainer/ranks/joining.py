@@ -93,21 +93,21 @@ class Rendezvous:
             LaunchError: the ranks were started with different world sizes.
             TrainerError: two processes are the same rank, or not all came.
         """
-        own = self._environment
+        environment = self._environment
         # The first rank sets the size, and the others read that of the first.
         size = self.store.compare_set("size", "", str(self._size)).decode()
         if size != str(self._size):
             raise LaunchError(
-                f"all ranks must have the same world size, but rank {own.rank} on {socket.gethostname()} was"
-                f" started as one of {self._size}, and the first one at {_place(own)} as one of {size}; end the"
+                f"all ranks must have the same world size, but rank {environment.rank} on {socket.gethostname()} was"
+                f" started as one of {self._size}, and the first one at {_place(environment)} as one of {size}; end the"
                 " ranks of earlier starts, or give this run a port of its own"
             )
         # `add` is atomic: of two processes with the same rank, the second one learns of the first.
-        if self.store.add(f"here/{own.rank}", 1) > 1:
-            raise two_processes(own.rank)
-        enter(self.store, "here", own.rank)
+        if self.store.add(f"here/{environment.rank}", 1) > 1:
+            raise two_processes(environment.rank)
+        enter(self.store, "here", environment.rank)
         self._count("arrived")
-        _await_all(own, deadline, lambda until: self._wait_for_all("arrived", until) or None, self._missing)
+        _await_all(environment, deadline, lambda until: self._wait_for_all("arrived", until) or None, self._missing)
 
     def together(self, action: Callable[[], Result], timeout_seconds: float) -> Result:
         """Run `action` on all ranks; returns this rank's result when all have finished.
@@ -159,8 +159,8 @@ class Rendezvous:
 
         def read(name: str) -> list[Any] | None:
             # Rank 0 asks once for all values, so its messages do not grow with the ranks.
-            keys = [f"{name}/{one}" for one in range(self._size)]
-            return [decode(one) for one in self.store.multi_get(keys)] if rank == 0 else None
+            keys = [f"{name}/{number}" for number in range(self._size)]
+            return [decode(message) for message in self.store.multi_get(keys)] if rank == 0 else None
 
         return self._exchange(lambda name: self._put(f"{name}/{rank}", value), read, timeout_seconds)
 
@@ -196,9 +196,9 @@ class Rendezvous:
         name = self._next_question()
         self.together(lambda: put(name), timeout_seconds)
         with lost_store():
-            found = read(name)
+            answer = read(name)
             self._wait_for_readers(name)  # a rank may leave next, and the store with it
-        return found
+        return answer
 
     def check_network(self, timeout_seconds: float) -> None:
         """Choose the interface for gloo, and check that each machine can connect to the next one.
@@ -211,8 +211,8 @@ class Rendezvous:
             LaunchError: an interface that is not there, or ranks of a machine that do not follow each other.
             TrainerError: machines do not reach each other.
         """
-        own = self._environment
-        if own.num_nodes == 1:
+        environment = self._environment
+        if environment.num_nodes == 1:
             loopback = interface_of("127.0.0.1")
             if gloo_interface() is None and loopback is not None:
                 use_gloo_interface(loopback)
@@ -246,13 +246,13 @@ class Rendezvous:
 
     def _reach_next(self, mine: _Peer) -> None:
         """Connect from the first rank of each machine to that of the next one."""
-        own = self._environment
-        if own.local_rank:
+        environment = self._environment
+        if environment.local_rank:
             return
-        rank = (own.rank + own.local_world_size) % self._size
+        rank = (environment.rank + environment.local_world_size) % self._size
         while (peer := self._peer(rank)).local_rank:  # this machine has more ranks than its launcher declared
             rank = (rank + 1) % self._size
-        if rank != own.rank:
+        if rank != environment.rank:
             _check_reachable(mine, peer, rank)
 
     def _peer(self, rank: int) -> _Peer:
@@ -260,7 +260,7 @@ class Rendezvous:
 
     def _listen(self, stack: ExitStack) -> _Peer:
         """Listen on the interface for gloo, on a port that the system chooses, and publish the place."""
-        own = self._environment
+        environment = self._environment
         name = gloo_interface()
         if name is None:
             address = self._own_address
@@ -271,16 +271,16 @@ class Rendezvous:
             if name is None:
                 raise LaunchError(
                     f"no interface of {socket.gethostname()} has the address {address}, which leads to"
-                    f" {own.master_addr}; set {GLOO_INTERFACE} to one of {interfaces()}"
+                    f" {environment.master_addr}; set {GLOO_INTERFACE} to one of {interfaces()}"
                 )
             use_gloo_interface(name)
         address = address_of(name)
         port = 0
-        if own.local_rank == 0:
+        if environment.local_rank == 0:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             port = stack.enter_context(socket.create_server((address, 0), family=family)).getsockname()[1]
-        mine = _Peer(socket.gethostname(), own.local_rank, name, address, port, interfaces())
-        self._put(f"peer/{own.rank}", list(astuple(mine)))
+        mine = _Peer(socket.gethostname(), environment.local_rank, name, address, port, interfaces())
+        self._put(f"peer/{environment.rank}", list(astuple(mine)))
         return mine
 
     def _put(self, key: str, value: Any) -> None:
@@ -313,8 +313,8 @@ class Rendezvous:
 
     def _signed(self, text: str) -> str:
         """Name rank and machine, if there are several machines."""
-        own = self._environment
-        return text if own.num_nodes == 1 else f"rank {own.rank} on {socket.gethostname()}: {text}"
+        environment = self._environment
+        return text if environment.num_nodes == 1 else f"rank {environment.rank} on {socket.gethostname()}: {text}"
 
 
 @dataclass(frozen=True)
@@ -327,14 +327,14 @@ class _Peer:
     interfaces: str
 
 
-def _check_reachable(own: _Peer, other: _Peer, rank: int) -> None:
+def _check_reachable(mine: _Peer, other: _Peer, rank: int) -> None:
     problem = _connection_problem(other.address, other.port, 2 * _ATTEMPT_SECONDS)[1]
     if problem:
         raise TrainerError(
-            f"its interface {own.interface} ({own.address}) cannot connect to rank {rank} on {other.host} at"
+            f"its interface {mine.interface} ({mine.address}) cannot connect to rank {rank} on {other.host} at"
             f" {other.address}:{other.port} ({problem}): ranks connect to each other on ports of the system's choice,"
             f" so open all ports between the machines; or set {GLOO_INTERFACE} and NCCL_SOCKET_IFNAME on each machine"
-            f" to the interface that leads to the others: {own.host} has {own.interfaces}; {other.host} has"
+            f" to the interface that leads to the others: {mine.host} has {mine.interfaces}; {other.host} has"
             f" {other.interfaces}"
         )
 
@@ -440,9 +440,9 @@ def _await_all(
     """
     # First until the notice, then until the limit.
     for until in (min(time.monotonic() + _NOTICE_SECONDS, deadline), deadline):
-        found = wait(until)
-        if found is not None:
-            return found
+        answer = wait(until)
+        if answer is not None:
+            return answer
         absent = missing()
         if absent is None:  # one notice for each machine: the other ranks are unknown
             speaks = environment.local_rank == 0

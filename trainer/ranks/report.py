@@ -28,6 +28,6 @@ class Report:
 def read_reports(folder: Path) -> list[Report]:
     """Return the reports in the folder, earliest first; those of lost peers come last."""
     files = [file for file in folder.glob("*.json") if not file.name.startswith(UNFINISHED)]
-    found = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    reports = [Report(rank, error_of_values(values), *rest) for rank, values, *rest in found]
+    contents = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    reports = [Report(rank, error_of_values(values), *rest) for rank, values, *rest in contents]
     return sorted(reports, key=lambda report: (isinstance(report.error, LostPeerError), report.time_ns))

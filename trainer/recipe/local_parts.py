@@ -46,10 +46,10 @@ class LocalParts:
         lacking: dict[_Place, list[str]] = {}
 
         def finds(place: _Place, files: tuple[str, ...], part: str) -> bool:
-            found = place.holds(files)
-            if not found:
+            is_here = place.holds(files)
+            if not is_here:
                 lacking.setdefault(place, []).append(part)
-            return found
+            return is_here
 
         has_model = finds(model, _CONFIGURATION, "configuration")
         finds(model, _WEIGHTS, "weights")

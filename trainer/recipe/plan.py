@@ -205,12 +205,12 @@ def _checked_cut(parallel: Parallel, world_size: int) -> Layout:
         degrees = {"pipeline.stages": cut.pp, "tensor": cut.tp, **of_axis}
         (key, degree), *others = [(key, degree) for key, degree in degrees.items() if degree > 1]
         product = "".join(f"times `parallel.{other}` {size} " for other, size in others)
-        one = "1 stage" if key == "pipeline.stages" else f"`parallel.{key}` 1"
+        whole = "1 stage" if key == "pipeline.stages" else f"`parallel.{key}` 1"
         if world_size % (cut.world_size // degree):  # the other degrees do not divide it either
-            one = "smaller degrees"
+            whole = "smaller degrees"
         raise RecipeError(
             f"`parallel.{key}` {product}must divide the {_counted(world_size, 'process', 'es')}, but is {degree}; use"
-            f" {cut.world_size} processes or a multiple of it, or {one}"
+            f" {cut.world_size} processes or a multiple of it, or {whole}"
         )
     return cut
 
@@ -233,7 +233,7 @@ def plan_run(recipe: Recipe, world_size: int, local_world_size: int | None = Non
         near = (size // ranks * ranks, -(-size // ranks) * ranks)
         raise RecipeError(
             f"`training.global_batch_size` must be divisible by the data-parallel size {ranks}, but is {size};"
-            f" use {' or '.join(str(one) for one in near if one)}, or a number of processes that divides {size}"
+            f" use {' or '.join(str(count) for count in near if count)}, or a number of processes that divides {size}"
         )
     share = size // ranks
     num_passes, pipeline = _pipeline(recipe, share) if layout.pp > 1 else (1, None)

@@ -120,7 +120,7 @@ class CausalLMTask(TokenLabels):
     def conversion_notes(self, features: Mapping[str, Any]) -> list[str]:
         if "text" not in self.sources:
             return unread_notes(
-                features, self.columns, any(holds_chats(features[one]) for one in self.sources.values())
+                features, self.columns, any(holds_chats(features[column]) for column in self.sources.values())
             )
         if not self._has_ids(features):
             return []
@@ -177,7 +177,9 @@ class CausalLMTask(TokenLabels):
             require_kind(features, self._column, "task.messages", where, holds_chats, needed)
         else:
             needed, key = "a column of strings or of token ids", "task.text"
-            require_kind(features, self._column, key, where, lambda one: is_text(one) or holds_ids(one), needed)
+            require_kind(
+                features, self._column, key, where, lambda feature: is_text(feature) or holds_ids(feature), needed
+            )
             for name in self.beside:
                 require_kind(features, name, f"{key} with `{name}`", where, holds_ids, "a column of lists of integers")
 
@@ -205,17 +207,17 @@ class CausalLMTask(TokenLabels):
             return self._encode_ids(rows, max_length, where, first_row)
         if self.trains_all_tokens:
             return self._encode_texts(cells[self._column], tokenizer, max_length)
-        found: list[tuple[str, Tokens]] = []
+        encoded: list[tuple[str, Tokens]] = []
         texts = [cells[column] for column in self.sources.values()]
         for row, (first, *others) in enumerate(zip(*texts, strict=True)):
             place = cell(list(self.sources.values())[-1], first_row + row, where)
             tools = self._tools_of(cells, row, tokenizer, where, first_row)
             if others:
-                own = [tokens_after(first, others[0], tokenizer, tools, place)]
+                turns = [tokens_after(first, others[0], tokenizer, tools, place)]
             else:
-                own = required_chats().whole(first, tokenizer, self.train_on, place, tools)
-            found += [(place, tokens) for tokens in own]
-        return features_of(found, max_length)
+                turns = required_chats().whole(first, tokenizer, self.train_on, place, tools)
+            encoded += [(place, tokens) for tokens in turns]
+        return features_of(encoded, max_length)
 
     def _tools_of(self, cells: Mapping[str, Any], row: int, tokenizer: Tokenizer, where: str, first_row: int) -> Tools:
         """Return the tools of a row; None without `task.tools`."""
@@ -232,12 +234,12 @@ class CausalLMTask(TokenLabels):
 
     def _encode_ids(self, rows: Dataset, max_length: int, where: str, first_row: int) -> Encoded:
         """Return rows of token ids: with labels as those of completions, without them as those of texts."""
-        found = read_ids(rows, self._column, self.beside, self.num_tokens, where, first_row)
+        encoded = read_ids(rows, self._column, self.beside, self.num_tokens, where, first_row)
         if self._labels is None:
-            return self._windows([ids for ids, _ in found], max_length)
+            return self._windows([ids for ids, _ in encoded], max_length)
         places = [cell(self._labels, first_row + row, where) for row in range(len(rows))]
         labelled = [
-            (place, (ids, labels)) for place, (ids, labels) in zip(places, found, strict=True) if labels is not None
+            (place, (ids, labels)) for place, (ids, labels) in zip(places, encoded, strict=True) if labels is not None
         ]
         return features_of_labels(labelled, max_length)
 

@@ -73,38 +73,38 @@ class NamedClasses(Labelled):
             numbers: the other kind.
         """
         if self.labels_are_names not in (None, are_names):
-            expected, found = (numbers, names) if are_names else (names, numbers)
+            expected, present = (numbers, names) if are_names else (names, numbers)
             raise DataError(
                 f"column `{self.label_column}` of {where} must hold {expected}, as the training split does, but holds"
-                f" {found}; write the labels of both splits in the same form"
+                f" {present}; write the labels of both splits in the same form"
             )
 
     def in_checkpoint_order(self, checkpoint: Sequence[str], chosen: bool) -> tuple[Self, list[str]]:
         """Return the task in that order; see `Classes`. The comparison of names ignores case and outer spaces."""
         names = self._known_class_names
-        own, theirs = _places(names), _places(checkpoint)
+        ours, theirs = _places(names), _places(checkpoint)
         if not self.labels_are_names and not chosen:  # an index means the same in both
             pairs = [f"{index} is {name!r}" for index, name in enumerate(checkpoint)]
-            is_new = len(names) == len(checkpoint) and list(own) != list(theirs)
+            is_new = len(names) == len(checkpoint) and list(ours) != list(theirs)
             note = f"labels are the numbers of the checkpoint's classes: {listed(pairs, NAMES_SHOWN)}"
             return self, [f"{note}; if they are not, set `task.labels`"] if is_new else []
         # No class in common: the data is of another task, and the head is only a start.
-        common = own.keys() & theirs.keys() - {plain_name(name) for name in self.common_names}
+        common = ours.keys() & theirs.keys() - {plain_name(name) for name in self.common_names}
         theirs_shown = f"the checkpoint's classes are {shown(checkpoint)}"
         if not common:
             same_size = len(names) == len(checkpoint)
             return self, [f"{theirs_shown}: its head starts from these, to learn others"] if same_size else []
         if chosen:
-            same = list(own) == list(theirs)
+            same = list(ours) == list(theirs)
             return self, [] if same else [f"{theirs_shown}, in another order or number than `task.labels`"]
-        if own.keys() != theirs.keys():
+        if ours.keys() != theirs.keys():
             raise UsageError(
                 f"column `{self.label_column}` must hold the classes of the checkpoint, or none of them, but"
                 f" {theirs_shown} and the training split has {shown(names)}; list the classes in `task.labels`, in the"
                 " order of the checkpoint"
             )
         # The order of the checkpoint: its head gives each class the logit that it was trained for.
-        ordered = tuple(names[own[key]] for key in theirs)
+        ordered = tuple(names[ours[key]] for key in theirs)
         if ordered == names:
             return self, []
         note = f"classes are in the order of the checkpoint: {shown(ordered)}"
@@ -127,25 +127,25 @@ class NamedClasses(Labelled):
             "label2id": {name: index for index, name in enumerate(names)},
         }
 
-    def find_names(self, feature: Any, found: set[Any], where: str) -> tuple[str, ...]:
+    def find_names(self, feature: Any, labels: set[Any], where: str) -> tuple[str, ...]:
         """Return the class names of a label column.
 
         Args:
-            found: the labels of the split; None is ignored.
+            labels: the labels of the split; None is ignored.
 
         Raises:
             DataError: there are fewer than two classes, or integers have a gap.
         """
-        declared, found = getattr(feature, "names", None), found - {None}
+        declared, labels = getattr(feature, "names", None), labels - {None}
         if declared is not None:
             names = tuple(declared)
-        elif found and all(isinstance(value, bool) for value in found):
+        elif labels and all(isinstance(value, bool) for value in labels):
             names = ("false", "true")
-        elif all(isinstance(value, int | float) for value in found):
-            names = self._names_of_integers(found, where)
+        elif all(isinstance(value, int | float) for value in labels):
+            names = self._names_of_integers(labels, where)
         else:
             # Sorted, because a set has another order in each process, and all ranks need the same classes.
-            names = tuple(sorted(found))
+            names = tuple(sorted(labels))
             self._require_no_numbers(names, where)
         if len(names) < 2:
             raise DataError(
@@ -154,34 +154,34 @@ class NamedClasses(Labelled):
             )
         return names
 
-    def _names_of_integers(self, found: set[float], where: str) -> tuple[str, ...]:
-        self._require_no_numbers(sorted(found), where)  # not NaN, see `resolve`
+    def _names_of_integers(self, labels: set[float], where: str) -> tuple[str, ...]:
+        self._require_no_numbers(sorted(labels), where)  # not NaN, see `resolve`
         # A gap would be a class without rows, or a typing error; the user decides which.
-        absent = next((index for index in range(len(found)) if index not in found), None)
+        absent = next((index for index in range(len(labels)) if index not in labels), None)
         if absent is not None:
-            names = [str(int(value)) for value in sorted(found)]
+            names = [str(int(value)) for value in sorted(labels)]
             listed_names = json.dumps(names) if len(names) <= NAMES_SHOWN else ""
             raise DataError(
                 f"column `{self.label_column}` of {where} must number its classes from 0 without a gap, but holds"
-                f" {shown(sorted(map(int, found)))} and no {absent}; renumber them"
+                f" {shown(sorted(map(int, labels)))} and no {absent}; renumber them"
                 + (f", or set `task.labels` to their names, such as {listed_names}" if listed_names else "")
             )
-        return tuple(str(index) for index in range(len(found)))
+        return tuple(str(index) for index in range(len(labels)))
 
-    def _require_no_numbers(self, found: Sequence[float | str], where: str) -> None:
+    def _require_no_numbers(self, labels: Sequence[float | str], where: str) -> None:
         """Refuse labels of which all are numbers, and some have a fraction.
 
         Raises:
             DataError: they are so.
         """
-        numbers = [number_in(value) if isinstance(value, str) else value for value in found]
+        numbers = [number_in(value) if isinstance(value, str) else value for value in labels]
         fraction = next((place for place, number in enumerate(numbers) if number is not None and number % 1), None)
         if None in numbers or fraction is None:
             return
-        names = json.dumps([str(value) for value in found]) if len(found) <= NAMES_SHOWN else "names"
+        names = json.dumps([str(value) for value in labels]) if len(labels) <= NAMES_SHOWN else "names"
         raise DataError(
             f"column `{self.label_column}` of {where} must hold class names or integers from 0, but holds the number"
-            f" {found[fraction]}; to predict numbers, use `task.type` sequence_regression; if they are names of"
+            f" {labels[fraction]}; to predict numbers, use `task.type` sequence_regression; if they are names of"
             f" classes, set `task.labels` to {names}"
         )
 
@@ -225,13 +225,13 @@ class NamedClasses(Labelled):
     @property
     def _numbered_names(self) -> Mapping[int, int]:
         """The index of each class with an integer as its name, such as 10 or 10.0, but not 010."""
-        found = [
+        numbered = [
             (match[1], name, index)
             for index, name in enumerate(self._known_class_names)
             if (match := re.fullmatch(r"(0|-?[1-9][0-9]*)(\.0)?", name))
         ]
         # Exact spellings last, so that the class `10` wins over `10.0` for the number 10.
-        return {int(number): index for number, name, index in sorted(found, key=lambda one: one[0] == one[1])}
+        return {int(number): index for number, name, index in sorted(numbered, key=lambda entry: entry[0] == entry[1])}
 
     @property
     def _known_class_names(self) -> tuple[str, ...]:
@@ -270,11 +270,11 @@ class RowClasses(NamedClasses):
 
     def resolve(self, train: Dataset, where: str) -> Self:
         self.check_columns(train.features, where)
-        found = set(train[self.label_column])
-        if any(value != value for value in found):  # NaN
+        labels = set(train[self.label_column])
+        if any(value != value for value in labels):  # NaN
             row = next(index for index, value in enumerate(train[self.label_column]) if value != value)
             raise DataError(f"{cell(self.label_column, row, where)} is NaN; every row needs a label")
-        names = self.class_names or self.find_names(train.features[self.label_column], found, where)
+        names = self.class_names or self.find_names(train.features[self.label_column], labels, where)
         if "f1" in self.metric_names and len(names) != 2:
             raise UsageError(
                 f"`task.metrics` may name f1 only for two classes, but column `{self.label_column}` has {len(names)}:"
@@ -300,8 +300,8 @@ class RowClasses(NamedClasses):
                     f"`task.class_weights` is balanced, but {where} has no row of the class"
                     f" {names[int(counts.argmin())]!r}; write the weights, or remove the class from `task.labels`"
                 )
-            found: list[float] = (counts.sum() / (len(names) * counts)).tolist()
-            return dict(zip(names, found, strict=True))
+            balanced: list[float] = (counts.sum() / (len(names) * counts)).tolist()
+            return dict(zip(names, balanced, strict=True))
         if unknown := [name for name in weights if name not in names]:
             raise UsageError(
                 f"`task.class_weights` must name classes, but names {unknown[0]!r}; the classes are {shown(names)}"
@@ -345,7 +345,9 @@ class RowClasses(NamedClasses):
         if not self.labelled:
             return
         needed, are_names = "a column of class names or of integers from 0", _row_holds_names
-        require_kind(features, self.label_column, "task.label", where, lambda one: are_names(one) is not None, needed)
+        require_kind(
+            features, self.label_column, "task.label", where, lambda feature: are_names(feature) is not None, needed
+        )
         # One CSV file may hold 007, which is a text, and another one only the number 10.
         numbers = {} if self.labels_are_names is None else self._numbered_names
         if not numbers or (not self.labels_are_names and [*numbers] == [*range(len(self._known_class_names))]):
@@ -389,8 +391,8 @@ class RowClasses(NamedClasses):
         constants = {int(shares.argmax())}
         if self.positive is not None:
             constants.add(self._known_class_names.index(self.positive))
-        found = [self._constant_metrics(labels, constant) for constant in sorted(constants)]
-        best = {name: max(found, key=partial(merit, name))[name] for name in self.metric_names}
+        baselines = [self._constant_metrics(labels, constant) for constant in sorted(constants)]
+        best = {name: max(baselines, key=partial(merit, name))[name] for name in self.metric_names}
         # `entr` is 0 for a class without rows, for which 0 times log 0 would be NaN.
         return {**best, "loss": float(torch.special.entr(shares).sum())}
 
@@ -464,8 +466,8 @@ def _places(names: Sequence[str]) -> dict[str, int]:
 
 def places_of(names: Sequence[str], others: Sequence[str]) -> list[int] | None:
     """Return the place in `others` of each class, compared without case and outer spaces; None if they differ."""
-    places, own = _places(others), _places(names)
-    return [places[key] for key in own] if places.keys() == own.keys() else None
+    places, indices = _places(others), _places(names)
+    return [places[key] for key in indices] if places.keys() == indices.keys() else None
 
 
 def plain_name(name: str) -> str:

@@ -81,21 +81,23 @@ class MaskedLMTask(TokenLabels):
 
     def encode(self, rows: Dataset, tokenizer: Tokenizer, max_length: int, where: str, first_row: int) -> Encoded:
         if self._has_ids(rows.features):
-            found = read_ids(rows, self.text_columns[0], self.beside, self.num_tokens, where, first_row)
-            if empty := [row for row, (ids, _) in enumerate(found) if not ids]:
+            encoded = read_ids(rows, self.text_columns[0], self.beside, self.num_tokens, where, first_row)
+            if empty := [row for row, (ids, _) in enumerate(encoded) if not ids]:
                 raise DataError(
                     f"{cell(self.text_columns[0], first_row + empty[0], where)} has no token; leave the row out"
                 )
             features: Encoded = {
                 # No label here: masks are drawn again for each epoch, when rows become microbatches.
-                "input_ids": [ids[:max_length] for ids, _ in found],
-                "cut": [len(ids) > max_length for ids, _ in found],
+                "input_ids": [ids[:max_length] for ids, _ in encoded],
+                "cut": [len(ids) > max_length for ids, _ in encoded],
             }
         else:
             features = tokenise(rows, self.text_columns, tokenizer, max_length, where, first_row)
         if self.is_answering:
             mask = tokenizer.mask_token_id
-            features["labels"] = [[0 if one == mask else IGNORED_LABEL for one in ids] for ids in features["input_ids"]]
+            features["labels"] = [
+                [0 if token == mask else IGNORED_LABEL for token in ids] for ids in features["input_ids"]
+            ]
         return features
 
     def masking(self, tokenizer: Tokenizer, seed: int) -> Masking:
@@ -123,11 +125,11 @@ class MaskedLMTask(TokenLabels):
         """Return the predicted tokens of the mask tokens of each text, and the text with them."""
         tokenizer, encoded = split.tokenizer, split.encoded
         assert tokenizer is not None, "the rows are texts"
-        found = []
+        texts = []
         for row, predicted in enumerate(answers["tokens"].numpy()):
             ids = encoded.tokens["input_ids"][encoded.offsets[row] : encoded.offsets[row + 1]]
             hidden = ids == tokenizer.mask_token_id
             filled = np.where(hidden, predicted[: len(ids)], ids).tolist()
             tokens = tokenizer.convert_ids_to_tokens(predicted[: len(ids)][hidden].tolist())
-            found.append({"tokens": tokens, "filled": tokenizer.decode(filled, skip_special_tokens=True)})
-        return found
+            texts.append({"tokens": tokens, "filled": tokenizer.decode(filled, skip_special_tokens=True)})
+        return texts

@@ -76,8 +76,8 @@ class RowPreview:
         sources = self.source_rows(encoded)
         if sources is None:
             return ""
-        own = np.flatnonzero(sources == sources[row]).tolist()
-        return f"window {own.index(row) + 1} of {len(own)} of row {int(sources[row]) + 1}" if len(own) > 1 else ""
+        rows = np.flatnonzero(sources == sources[row]).tolist()
+        return f"window {rows.index(row) + 1} of {len(rows)} of row {int(sources[row]) + 1}" if len(rows) > 1 else ""
 
 
 class NextTokens(RowPreview):

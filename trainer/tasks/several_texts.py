@@ -55,8 +55,8 @@ def texts_of_rows(rows: Dataset, columns: Sequence[str], texts_of: Callable[[Any
 
 def grouped(texts: Iterable[list[int]], counts: Sequence[int], number: int) -> list[list[list[int]]]:
     """Return tokens of texts by row: each row has its count of texts, and texts of one token up to `number`."""
-    own = iter(texts)
-    rows = [list(islice(own, count)) for count in counts]
+    remaining = iter(texts)
+    rows = [list(islice(remaining, count)) for count in counts]
     # One token, because a text without a token has no state to score.
     return [of_row + [of_row[0][:1]] * (number - len(of_row)) for of_row in rows]
 
@@ -71,8 +71,8 @@ def mean_of_draws(metrics: Callable[[Tensor], Mapping[str, float]], shape: Seque
         return {}
     # A fixed seed and a generator of its own: all ranks get equal baselines, and no other draw changes.
     generator = torch.Generator().manual_seed(0)
-    found = [metrics(torch.randn(*shape, generator=generator)) for _ in range(_DRAWS)]
-    return {name: sum(one[name] for one in found) / _DRAWS for name in found[0]}
+    draws = [metrics(torch.randn(*shape, generator=generator)) for _ in range(_DRAWS)]
+    return {name: sum(draw[name] for draw in draws) / _DRAWS for name in draws[0]}
 
 
 class ScoredTexts(SeveralTexts):

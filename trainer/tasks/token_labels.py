@@ -70,11 +70,11 @@ class TokenLabels(TextTask):
             # fp64: the sums of rows are added again over the whole split.
             losses, num_right = logits.double().sum(1).unbind(-1)
             return {"num_right": num_right.long(), "num_labels": num_labels, "losses": losses}
-        found = {"num_right": self._right(logits, labels).sum(-1), "num_labels": num_labels}
+        counts = {"num_right": self._right(logits, labels).sum(-1), "num_labels": num_labels}
         if "perplexity" in self.metric_names:
             # In fp64 before the sum, because the perplexity adds the losses of all tokens of a split.
-            found["losses"] = self._cross_entropy(logits, labels, "none").double().sum(-1)
-        return found
+            counts["losses"] = self._cross_entropy(logits, labels, "none").double().sum(-1)
+        return counts
 
     def metrics(self, predictions: Mapping[str, Tensor]) -> dict[str, float]:
         return {name: self.token_metric(name, predictions) for name in self.metric_names}

@@ -56,18 +56,18 @@ def check_agreement(facts: Mapping[str, str], meeting: Rendezvous, timeout_secon
     first: dict[str, str] = meeting.share(dict(facts), timeout_seconds)
     # Both sides: a fact that one rank lacks is a difference, too.
     names = dict.fromkeys((*first, *facts))
-    own = {name: value for name in names if (value := facts.get(name, _ABSENT)) != first.get(name, _ABSENT)}
-    ranks = meeting.gather((socket.gethostname(), own), timeout_seconds)
+    differing = {name: value for name in names if (value := facts.get(name, _ABSENT)) != first.get(name, _ABSENT)}
+    ranks = meeting.gather((socket.gethostname(), differing), timeout_seconds)
     raise UsageError.of_lines(meeting.share(_text(ranks, first) if ranks else None, timeout_seconds))
 
 
 def _text(ranks: Sequence[tuple[str, Mapping[str, str]]], first: Mapping[str, str]) -> str:
     """Return the message on differing facts, given the host of each rank and its facts that are not rank 0's."""
-    found = list(_differences(ranks, first))
-    more = f"\n  and {len(found) - _SHOWN_DIFFERENCES} more" if len(found) > _SHOWN_DIFFERENCES else ""
+    differences = list(_differences(ranks, first))
+    more = f"\n  and {len(differences) - _SHOWN_DIFFERENCES} more" if len(differences) > _SHOWN_DIFFERENCES else ""
     return (
         "all ranks must run the same recipe with the same versions, but these differ:\n  "
-        + "\n  ".join(found[:_SHOWN_DIFFERENCES])
+        + "\n  ".join(differences[:_SHOWN_DIFFERENCES])
         + f"{more}\nstart every rank with the same recipe, overrides and installation"
     )
 

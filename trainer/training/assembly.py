@@ -180,7 +180,7 @@ class Assembly:
         def complete() -> None:
             try:
                 _save_preparation(self.data, self.recipe, self.models[0], temporary)
-                certificate = next((made for check in checks if (made := check.compare(temporary))), None)
+                certificate = next((result for check in checks if (result := check.compare(temporary))), None)
                 complete_folder(temporary, folder, self.saved.origin, self.progress, certificate)
             # A refused model must not stay, not even under its temporary name.
             except TrainerError:
@@ -258,8 +258,8 @@ def assemble(
         built = [replace(part, origin=None) for part in built]
     second = second_model(recipe)
     loaded = second.load(plan, mesh, task, models.second) if second and models.second else LoadedModel()
-    own = [part.model for part in built]
-    for model in own:
+    modules = [part.model for part in built]
+    for model in modules:
         transformer: Any = model
         if transformer.can_generate():
             from trainer.tasks.generated import text_generator
@@ -269,9 +269,9 @@ def assemble(
         if adapt is not None:
             adapt(model)
     # Before `build_engine`, which changes the modules of the model.
-    model_files = _files_beside_weights(data, recipe, own[0]) if mesh.rank == 0 else {}
+    model_files = _files_beside_weights(data, recipe, modules[0]) if mesh.rank == 0 else {}
     beside = {
-        "buffers": buffers_hash(own, mesh),
+        "buffers": buffers_hash(modules, mesh),
         "normalisation": data.preparation.normalisation,
         "config": computed_facts(described.config),
     }

@@ -42,14 +42,14 @@ def examine(
     # The rows of the step before were finite with older weights; if they are not now, the weights are to blame.
     again = [engine.eval_step(microbatch).loss_sum for microbatch in (last_good.microbatches if last_good else ())]
     # All ranks call both collectives, with rows or without, and so get the same record.
-    found = mesh.all_gather(bad)
+    of_ranks = mesh.all_gather(bad)
     diverged = any(mesh.all_gather(int(not all(map(math.isfinite, again)))))
     return BadStepRecord(
         step=step,
         loss=result.loss,
         grad_norm=result.grad_norm,
-        ranks=tuple(rank for rank, rows in enumerate(found) if rows),
-        rows=tuple(sorted({row for rows in found for row in rows})),
+        ranks=tuple(rank for rank, rows in enumerate(of_ranks) if rows),
+        rows=tuple(sorted({row for rows in of_ranks for row in rows})),
         diverged=diverged,
     )
 

@@ -70,8 +70,8 @@ def position_notes(config: Any, splits: SplitsByName) -> list[str]:
     for name, split in splits.items():
         if positions is None or not len(split):
             continue
-        own = split.tokens.get("position_ids")  # of packed documents
-        longest = int(split.lengths.max()) if own is None else int(own.max()) + 1
+        packed = split.tokens.get("position_ids")  # of packed documents
+        longest = int(split.lengths.max()) if packed is None else int(packed.max()) + 1
         if longest > positions:
             notes.append(
                 f"{name} rows have up to {longest} tokens, more than the {positions} positions of the model"

@@ -26,14 +26,14 @@ class Certificate:
 
     def lines(self) -> list[str]:
         """Return the lines of the section in the model card, without its title."""
-        found = [f"{self.by} opened this folder. It computed the outputs of the trained model for {self.rows}.", ""]
-        found.append(f"- largest difference of an output: {self.difference:.2g} (largest output: {self.largest:.4g})")
-        found += [f"- {name}: {own:.6g} (trained model: {there:.6g})" for name, (own, there) in self.metrics.items()]
+        lines = [f"{self.by} opened this folder. It computed the outputs of the trained model for {self.rows}.", ""]
+        lines.append(f"- largest difference of an output: {self.difference:.2g} (largest output: {self.largest:.4g})")
+        lines += [f"- {name}: {here:.6g} (trained model: {there:.6g})" for name, (here, there) in self.metrics.items()]
         if self.num_texts:
-            found.append(f"- tokens: those of the training, for {self.num_texts:,} texts")
+            lines.append(f"- tokens: those of the training, for {self.num_texts:,} texts")
         if self.versions:
-            found.append("- versions: " + ", ".join(f"{name} {value}" for name, value in self.versions.items()))
-        return found + ([f"- command: `{self.command}`"] if self.command else [])
+            lines.append("- versions: " + ", ".join(f"{name} {value}" for name, value in self.versions.items()))
+        return lines + ([f"- command: `{self.command}`"] if self.command else [])
 
 
 class ExportCheck(Protocol):

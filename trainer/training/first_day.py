@@ -30,8 +30,8 @@ def first_day(recipe: Recipe, rank: int, meeting: Rendezvous | None) -> str | No
         # Rank 0 alone asks: hosts may have different dates around midnight.
         return None if rank else _saved(recipe) or date.today().isoformat()
 
-    found = together(meeting, recipe, find)
-    return found if meeting is None else meeting.share(found, collective_timeout(recipe).total_seconds())
+    day = together(meeting, recipe, find)
+    return day if meeting is None else meeting.share(day, collective_timeout(recipe).total_seconds())
 
 
 def _saved(recipe: Recipe) -> str | None:

@@ -246,8 +246,8 @@ class Loop:
         answers, self._answers = self._answers, []
         if not (answers and self.has_callbacks):  # the same on all ranks, because they report the same events
             return Request()
-        own = joined(answers) or Request()
-        evaluate, save, stop = self.mesh.agree_any(own.evaluate, own.save, own.stop)
+        request = joined(answers) or Request()
+        evaluate, save, stop = self.mesh.agree_any(request.evaluate, request.save, request.stop)
         return Request(evaluate, save, stop)
 
     def _report_checkpoint(self) -> None:
@@ -336,11 +336,11 @@ class Loop:
     def _numbers(self, rates: Rates) -> list[RankNumbers]:
         """Return the numbers of every rank; of one process with several GPUs, those of every GPU."""
         peak, waited, trained = peak_memory_bytes(self.mesh.device), rates.seconds.get(ROWS, 0.0), self.meter.trained
-        own = RankNumbers(peak, waited, self._hidden, self._places, trained, self.tools.seconds())
+        numbers = RankNumbers(peak, waited, self._hidden, self._places, trained, self.tools.seconds())
         if STRATEGIES[self.recipe.parallel.strategy].single_process:
             gpus = [torch.device("cuda", gpu) for gpu in range(torch.cuda.device_count())]
-            return [replace(own, memory_bytes=peak_memory_bytes(gpu)) for gpu in gpus]
-        return own.of_every_rank(self.mesh)
+            return [replace(numbers, memory_bytes=peak_memory_bytes(gpu)) for gpu in gpus]
+        return numbers.of_every_rank(self.mesh)
 
     def _evaluate(self) -> bool:
         """Evaluate, and return whether patience has run out."""

@@ -176,13 +176,13 @@ def _check_gpus(
 ) -> None:
     """Refuse ranks on the same GPU, which would wait for each other. All ranks must call it."""
     # By UUID, because each rank that sees one GPU only has it as number 0.
-    own = (str(torch.cuda.get_device_properties(device).uuid), f"rank {environment.rank} on {socket.gethostname()}")
+    holder = (str(torch.cuda.get_device_properties(device).uuid), f"rank {environment.rank} on {socket.gethostname()}")
     holders: dict[str, list[str]] = {}
-    for uuid, rank in rendezvous.gather(own, timeout_seconds) or ():
+    for uuid, rank in rendezvous.gather(holder, timeout_seconds) or ():
         holders.setdefault(uuid, []).append(rank)
     shared = next(((uuid, ranks) for uuid, ranks in holders.items() if len(ranks) > 1), None)
-    if found := rendezvous.share(shared, timeout_seconds):
-        uuid, ranks = found
+    if conflict := rendezvous.share(shared, timeout_seconds):
+        uuid, ranks = conflict
         raise LaunchError(
             f"each rank must have a GPU of its own, but GPU {uuid} is that of {listed(ranks, 8)}; start one rank for"
             " each GPU (Slurm: --gpus-per-task=1, or --gpus-per-node without --gpu-bind)"
@@ -208,7 +208,7 @@ def _is_lost_peer(error: BaseException) -> bool:
 
 def _lost_peer(run_folder: Path) -> str:
     """Return the message of a rank that lost another; it names the ranks of this machine that were killed."""
-    killed = [f"rank {one.rank} (process {one.pid} on {one.host}), {one}," for one in killed_ranks(run_folder)]
+    killed = [f"rank {peer.rank} (process {peer.pid} on {peer.host}), {peer}," for peer in killed_ranks(run_folder)]
     if killed:
         were = "were" if len(killed) > 1 else "was"
         return f"{' and '.join(killed)} {were} killed or crashed; the system kills processes when memory runs out"

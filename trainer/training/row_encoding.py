@@ -144,8 +144,8 @@ def model_folder(recipe: Recipe) -> ModelFolder | None:
         TrainerError: they do not fit the recipe, or cannot be read.
     """
     reader = recipe.task.folder_reader
-    found: ModelFolder | None = resolved(reader)(recipe) if reader and not recipe.model.is_random else None
-    return found
+    folder: ModelFolder | None = resolved(reader)(recipe) if reader and not recipe.model.is_random else None
+    return folder
 
 
 def with_folder(task: Task, recipe: Recipe) -> Task:

@@ -58,7 +58,7 @@ def _own_parameter_groups(
                     placement=name,
                     # The scales of a quantised weight stand for 0 of its elements, and are no tensors of the model.
                     num_tensors=sum(quantized.get(label) != 0 for label in members),
-                    num_parameters=sum(quantized.get(label, prod(one.shape)) for label, one in members.items()),
+                    num_parameters=sum(quantized.get(label, prod(p.shape)) for label, p in members.items()),
                     bytes_per_rank=sum(placements[label].num_elements(sizes) * weight_bytes(label) for label in labels),
                 )
             )
@@ -78,11 +78,11 @@ def _weight_bytes(models: Iterable[nn.Module]) -> Callable[[str], int]:
     return sizes.__getitem__
 
 
-def _parameter_groups(own: tuple[ParameterGroup, ...], mesh: ParallelMesh) -> tuple[ParameterGroup, ...]:
+def _parameter_groups(of_stage: tuple[ParameterGroup, ...], mesh: ParallelMesh) -> tuple[ParameterGroup, ...]:
     """Return the groups of all pipeline stages together, with the bytes of the largest stage, on rank 0."""
     if mesh.size("pp") == 1:
-        return own
-    gathered = mesh.gather([asdict(group) for group in own] if mesh.is_first_replica else [])
+        return of_stage
+    gathered = mesh.gather([asdict(group) for group in of_stage] if mesh.is_first_replica else [])
     by_kind: dict[str, list[ParameterGroup]] = {}
     for group in (ParameterGroup(**values) for groups in gathered or [] for values in groups):
         by_kind.setdefault(group.placement, []).append(group)
@@ -108,7 +108,7 @@ def planned_state_bytes(
     trained = TrainedParameters.of(models, recipe, placements, mesh)
     optimizer = build_optimizer(recipe.optimizer, trained)
     master_bytes = 4 if strategy.package else 0  # a copy beside the parameters, in fp32 too
-    own = state_bytes(
+    sizes = state_bytes(
         placements,
         mesh.sizes,
         cut_gradients=strategy.cuts_gradients,
@@ -118,8 +118,8 @@ def planned_state_bytes(
             optimizer.state_bytes(trained.named[name], placements[name].shape, number) + master_bytes * number
         ),
     )
-    gathered = mesh.gather(asdict(own)) if mesh.size("pp") > 1 else None
-    return max((StateBytes(**values) for values in gathered), key=lambda stage: stage.total) if gathered else own
+    gathered = mesh.gather(asdict(sizes)) if mesh.size("pp") > 1 else None
+    return max((StateBytes(**values) for values in gathered), key=lambda stage: stage.total) if gathered else sizes
 
 
 def _majority(task: Task, split: EncodedSplit | None) -> MajorityClass | None:
@@ -134,10 +134,10 @@ def _baselines(data: PreparedData, models: Sequence[nn.Module]) -> dict[str, flo
     task, split = data.task, data.validation
     labels = None if split is None or "labels" not in split.scalars else torch.tensor(split.scalars["labels"])
     config = getattr(models[0], "config", None)
-    found = task.baselines(labels, getattr(config, "vocab_size", None))
+    baselines = task.baselines(labels, getattr(config, "vocab_size", None))
     if data.evaluated is not None:
-        found |= task.split_baselines(data.evaluated)
-    return {name: value for name, value in found.items() if isfinite(value)}  # a constant has no correlation
+        baselines |= task.split_baselines(data.evaluated)
+    return {name: value for name, value in baselines.items() if isfinite(value)}  # a constant has no correlation
 
 
 def _weights_of(models: Sequence[nn.Module], *kinds: type[nn.Module]) -> set[int]:
@@ -161,8 +161,8 @@ def model_size(models: Sequence[nn.Module], placements: Placements, mesh: Parall
         if id(parameter) not in embeddings
     ]
     # Over the stages only: all ranks of the other axes have the sizes of whole parameters.
-    own = [sum(size for size, _ in counted), sum(size for size, trained in counted if not trained)]
-    total, frozen = mesh.sum_(torch.tensor(own, device=mesh.device), "pp").tolist()
+    sizes = [sum(size for size, _ in counted), sum(size for size, trained in counted if not trained)]
+    total, frozen = mesh.sum_(torch.tensor(sizes, device=mesh.device), "pp").tolist()
     return ModelSize(total, layers, hidden, frozen)
 
 

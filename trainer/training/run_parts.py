@@ -76,10 +76,10 @@ def _stage_texts(parts: Assembly) -> tuple[str, ...]:
     sizes = [sum(p.numel() for p in model.parameters()) for model in parts.models]
     layers = [part.stage.layers if part.stage else () for part in parts.built]
     # One replica tells about a stage, but all ranks join the gather.
-    own = list(zip(stages, layers, sizes, strict=True)) if parts.mesh.is_first_replica else []
-    gathered = parts.mesh.gather(own)
+    contents = list(zip(stages, layers, sizes, strict=True)) if parts.mesh.is_first_replica else []
+    gathered = parts.mesh.gather(contents)
     texts = [str(pipeline)]
-    for stage, names, size in sorted(part for own in gathered or [] for part in own):
+    for stage, names, size in sorted(part for of_rank in gathered or [] for part in of_rank):
         rank = pipeline.rank_of(stage)
         texts.append(f"stage {stage} on pipeline rank {rank}: {layers_text(names)}; {size:,} parameters a rank")
     return tuple(texts)

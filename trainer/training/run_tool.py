@@ -86,7 +86,7 @@ class RunTools:
             tool.begin(parts, meter, saves)
 
     def preview(self, parts: Assembly) -> Preview | None:
-        return next((made for tool in self._tools if (made := tool.preview(parts))), None)
+        return next((preview for tool in self._tools if (preview := tool.preview(parts))), None)
 
     def notes(self) -> list[str]:
         return [note for tool in self._tools for note in tool.notes()]

@@ -61,8 +61,8 @@ class Evaluator:
             # Progress is not reported to other ranks, so it is no collective.
             self.observers.evaluation_progress(done, len(self.loader))
         # Ranks that share a model replica have the same rows, so one of them counts.
-        own = (loss_sum, num_valid, here.joined()) if self.mesh.index(ROWS_AXIS) == 0 else (0.0, 0, {})
-        gathered = self.mesh.gather(own)
+        of_rank = (loss_sum, num_valid, here.joined()) if self.mesh.index(ROWS_AXIS) == 0 else (0.0, 0, {})
+        gathered = self.mesh.gather(of_rank)
         combined = self._combine(gathered) if gathered else None
         # Rank 0 computes the metrics, and all ranks decide by the same numbers.
         metrics: dict[str, float] = self.mesh.share(combined and combined.metrics)

@@ -175,14 +175,14 @@ def require_bounded(reader: Reader, path: Path, key: str) -> None:
         DataError: it does so.
     """
     num_bytes = path.stat().st_size
-    most, found = max(_FREE_BYTES, _MOST_TIMES * num_bytes), 0
+    most, unpacked = max(_FREE_BYTES, _MOST_TIMES * num_bytes), 0
     with suppress(ValueError, *DAMAGED):  # the reader names the damage
         # The bound costs little, and spares most files the unpacking.
         if reader.bound_bytes(path) <= most:
             return
         for part in reader.unpacked_bytes(path):
-            found += part
-            if found > most:
+            unpacked += part
+            if unpacked > most:
                 raise DataError(
                     f"{key} must hold at most {_MOST_TIMES} times the bytes of a compressed file, but `{path}` of"
                     f" {size(num_bytes)} unpacks to more than {size(most)}; if these rows are meant, write them as JSON"
@@ -202,9 +202,9 @@ def load_with_datasets(
 
     data_files = [str(path.absolute()) for path in files.paths]
     # Its cache knows a file by path and `mtime`, and `cp -p` and `tar` give another file the same `mtime`.
-    found = [path.stat() for path in files.paths]
+    stats = [path.stat() for path in files.paths]
     # `ctime` changes with any write of the file, and a program cannot set it.
-    stamp = digest_of([(one.st_size, one.st_ctime_ns) for one in found])[:16]
+    stamp = digest_of([(stat.st_size, stat.st_ctime_ns) for stat in stats])[:16]
     lock = Path(datasets.config.HF_DATASETS_CACHE) / f"trainer-{stamp}.lock"
 
     def load(**more: Any) -> Any:
@@ -267,7 +267,7 @@ def chat_features(features: Mapping[str, Any], of_any_keys: bool = False) -> Fea
     """
     import datasets
 
-    found = {}
+    chats = {}
     for name, feature in features.items():
         message = getattr(feature, "feature", None)
         if not isinstance(message, Mapping):
@@ -276,8 +276,8 @@ def chat_features(features: Mapping[str, Any], of_any_keys: bool = False) -> Fea
         is_chat = any(keys <= message.keys() for keys in ({"role"}, {"from", "value"}))
         is_plain = message.keys() in ({"role", "content"}, {"from", "value"}) and all(texts)
         if message.keys() & {"function", "parameters"} or (is_chat and (of_any_keys or not is_plain)):
-            found[name] = json_chats()
-    return datasets.Features({**features, **found}) if found else None
+            chats[name] = json_chats()
+    return datasets.Features({**features, **chats}) if chats else None
 
 
 def readable(schema: pyarrow.Schema) -> Features:
@@ -285,13 +285,13 @@ def readable(schema: pyarrow.Schema) -> Features:
     import datasets
     import pyarrow
 
-    found = {}
+    columns = {}
     for column in schema:
         with suppress(ValueError):  # a map, a view of a list, or a type of another package
             # Column by column, because one unknown type makes `datasets` refuse a whole schema.
-            one = pyarrow.schema([column], schema.metadata)
-            found[column.name] = _without_views(datasets.Features.from_arrow_schema(one)[column.name])
-    return datasets.Features(found)
+            single = pyarrow.schema([column], schema.metadata)
+            columns[column.name] = _without_views(datasets.Features.from_arrow_schema(single)[column.name])
+    return datasets.Features(columns)
 
 
 def _without_views(feature: Any) -> Any:
@@ -374,10 +374,10 @@ def require_own_names(names: Sequence[str], where: str) -> None:
         )
 
 
-def other_columns(found: Sequence[str], first: Sequence[str]) -> str | None:
+def other_columns(names: Sequence[str], first: Sequence[str]) -> str | None:
     """Return the problem of rows with other columns than the first ones; None: they have the same."""
-    more = [f"`{name}` is new" for name in sorted({*found} - {*first})]
-    fewer = [f"`{name}` is missing" for name in sorted({*first} - {*found})]
+    more = [f"`{name}` is new" for name in sorted({*names} - {*first})]
+    fewer = [f"`{name}` is missing" for name in sorted({*first} - {*names})]
     return f"later rows have other columns than the first: {listed([*more, *fewer], 6)}" if more or fewer else None
 
 

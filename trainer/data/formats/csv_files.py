@@ -261,11 +261,11 @@ def _header_notes(files: Files) -> list[str]:
         DataError: a file has other columns than the first one.
     """
     names = {path: _names(path, files.text, files.key) for path in files.paths}
-    for path, own in names.items():
-        if problem := other_columns(own, names[files.paths[0]]):
+    for path, header in names.items():
+        if problem := other_columns(header, names[files.paths[0]]):
             raise DataError(f"`{files.key}` must hold csv, but `{path}` cannot be read: {problem}")
-    for path, own in names.items():
-        if value := next(filter(_is_value, own), None):
+    for path, header in names.items():
+        if value := next(filter(_is_value, header), None):
             return [
                 f"`{files.key}`: the first line of `{path.name}` is read as names, but `{value:.40}` looks like a"
                 " value; if the file has no names, add a line of them, such as text,label"
@@ -283,7 +283,7 @@ def with_types(parts: Sequence[Dataset], kinds: Mapping[str, CellKind]) -> list[
     import pyarrow
 
     types: dict[str, dict[str, pyarrow.ChunkedArray]] = {name: {} for part in parts for name in part.column_names}
-    found: list[dict[str, pyarrow.ChunkedArray]] = [{} for _ in parts]
+    tables: list[dict[str, pyarrow.ChunkedArray]] = [{} for _ in parts]
     for name in types:
         places = [place for place, part in enumerate(parts) if name in part.column_names]
         columns = [parts[place].data.column(name) for place in places]
@@ -293,9 +293,9 @@ def with_types(parts: Sequence[Dataset], kinds: Mapping[str, CellKind]) -> list[
         start = 0
         for place, column in zip(places, columns, strict=True):
             if typed is not None:
-                found[place][name] = typed.slice(start, len(column))
+                tables[place][name] = typed.slice(start, len(column))
             start += len(column)
-    return [_with_columns(part, columns) for part, columns in zip(parts, found, strict=True)]
+    return [_with_columns(part, columns) for part, columns in zip(parts, tables, strict=True)]
 
 
 def _typed(texts: pyarrow.ChunkedArray, kind: CellKind | None) -> pyarrow.ChunkedArray | None:

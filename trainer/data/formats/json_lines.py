@@ -181,15 +181,15 @@ def _as_lines(path: Path, encoding: str) -> Path:
     """
     import datasets
 
-    made = Path(datasets.config.HF_DATASETS_CACHE) / f"trainer-list-{digest_of([file_digest(path), encoding])}.jsonl"
-    if not made.is_file():
+    written = Path(datasets.config.HF_DATASETS_CACHE) / f"trainer-list-{digest_of([file_digest(path), encoding])}.jsonl"
+    if not written.is_file():
         with open_text(path, encoding) as file:
             values = json.loads(file.read().lstrip("\ufeff"))
         # `datasets` names the column of a list of texts in the same way.
         rows = [{"text": value} if isinstance(value, str) else value for value in values]
-        made.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(made, "".join(json.dumps(row) + "\n" for row in rows), alone=False)
-    return made
+        written.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(written, "".join(json.dumps(row) + "\n" for row in rows), alone=False)
+    return written
 
 
 def _require_objects(files: Files) -> list[Path]:
@@ -250,7 +250,9 @@ def _has_large_numbers(rows: Dataset) -> bool:
     from pyarrow import types
 
     numbers = (leaf for column in rows.data.columns for chunk in column.chunks for leaf in leaves(chunk))
-    return any((pc.max(pc.abs(one)).as_py() or 0.0) >= _LARGE for one in numbers if types.is_floating(one.type))
+    return any(
+        (pc.max(pc.abs(column)).as_py() or 0.0) >= _LARGE for column in numbers if types.is_floating(column.type)
+    )
 
 
 def _finite(text: str) -> float:

@@ -111,25 +111,25 @@ class TrainedParameters:
         Args:
             names: the parameters to group; None: all that are not frozen.
         """
-        found: dict[tuple[bool, float, float], list[nn.Parameter]] = {}
+        groups: dict[tuple[bool, float, float], list[nn.Parameter]] = {}
         # The order of the groups follows from recipe and model alone, so it is equal on all ranks.
         for decays in (True, False):
             for name, parameter in self.trainable.items():
                 if (name not in self.no_decay) == decays and (names is None or name in names):
                     rule = self.rules.get(name)
                     rate, decay = (rule.rate, rule.weight_decay) if rule else (1.0, section.weight_decay)
-                    found.setdefault((decays, rate, decay), []).append(parameter)
+                    groups.setdefault((decays, rate, decay), []).append(parameter)
         return [
             {"params": parameters, "weight_decay": decay if decays else 0.0, RATE: rate}
-            for (decays, rate, decay), parameters in found.items()
+            for (decays, rate, decay), parameters in groups.items()
         ]
 
 
 def divided(groups: Iterable[dict[str, Any]], key: str, has_key: Callable[[nn.Parameter], bool]) -> Groups:
     """Return the groups, each divided into the parameters with `key`, which their group gets, and the others."""
     return [
-        {**group, "params": found, **({key: True} if chosen else {})}
+        {**group, "params": members, **({key: True} if chosen else {})}
         for group in groups
         for chosen in (True, False)
-        if (found := [parameter for parameter in group["params"] if has_key(parameter) == chosen])
+        if (members := [parameter for parameter in group["params"] if has_key(parameter) == chosen])
     ]

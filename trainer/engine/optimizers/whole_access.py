@@ -35,14 +35,14 @@ class WholeAccess:
     def batches(self, parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         """Yield batches of parameters of one shape and placement that have gradients; on all ranks in one order."""
 
-        def kind(one: nn.Parameter) -> Hashable:
-            placement = self.placement(one)
+        def kind(parameter: nn.Parameter) -> Hashable:
+            placement = self.placement(parameter)
             # Equal splits too, because `_cut_over` asks the first parameter of a batch only.
-            return placement.shape, placement.splits, one.dtype
+            return placement.shape, placement.splits, parameter.dtype
 
         for group in alike(stepped(parameters), kind):
             most = most_elements(local_part(group[0]).device)
-            yield from batches(group, lambda one: prod(self.placement(one).shape), most)
+            yield from batches(group, lambda parameter: prod(self.placement(parameter).shape), most)
 
     def _cut_over(self, batch: Sequence[nn.Parameter]) -> ParallelMesh | None:
         mesh, first = self.mesh, batch[0]
@@ -58,16 +58,14 @@ class WholeAccess:
             return parts
         # One collective for each matrix, in the order of `batches`, which all ranks share.
         gathered = partial(gather_on_all, mesh=mesh)
-        return stack_of(
-            [gathered(part, one, self.placements[one]) for one, part in zip(parameters, parts, strict=True)]
-        )
+        return stack_of([gathered(part, p, self.placements[p]) for p, part in zip(parameters, parts, strict=True)])
 
     def parts(self, parameters: Sequence[nn.Parameter], whole: Tensor) -> Tensor:
         """Return this rank's parts of whole tensors `[n, *shape]`."""
         if (mesh := self._cut_over(parameters)) is None:
             return whole
         cut = partial(part_like, mesh=mesh)
-        return stack_of([cut(full, one, self.placements[one]) for one, full in zip(parameters, whole, strict=True)])
+        return stack_of([cut(full, p, self.placements[p]) for p, full in zip(parameters, whole, strict=True)])
 
 
 def gradients_of(batch: Iterable[nn.Parameter]) -> list[Tensor]:

@@ -88,14 +88,15 @@ class WholeTensors:
         self._like = dict(like)
         self._holders = dict.fromkeys(like, mesh.rank)
         if mesh.size(PIPELINE_AXIS) > 1:
-            own = {
-                name: (mesh.rank, tuple(one.shape), str(one.dtype).removeprefix("torch.")) for name, one in like.items()
+            described = {
+                name: (mesh.rank, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+                for name, tensor in like.items()
             }
-            for part in mesh.all_gather(own if mesh.is_first_replica else {}):
+            for part in mesh.all_gather(described if mesh.is_first_replica else {}):
                 for name, (holder, shape, dtype) in part.items():
                     self._holders[name] = holder
                     self._like[name] = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
-        self.shapes: dict[str, Sequence[int]] = {name: tuple(one.shape) for name, one in self._like.items()}
+        self.shapes: dict[str, Sequence[int]] = {name: tuple(tensor.shape) for name, tensor in self._like.items()}
         """The shapes of all tensors of the model, by name."""
 
     def collect(self, name: str, rank: int) -> Tensor | None:

@@ -25,7 +25,7 @@ def check_replicas(held: Mapping[str, Tensor], placements: Placements, mesh: Par
         return
     # As integers: a sum of numbers would round small differences away, and NaN is unequal to itself.
     bits = [tensor.detach().contiguous().view(_BITS[tensor.element_size()]) for tensor in held.values()]
-    sums = torch.stack([one.sum(dtype=torch.int64) for one in bits]).tolist()  # the host waits once
+    sums = torch.stack([tensor.sum(dtype=torch.int64) for tensor in bits]).tolist()  # the host waits once
     # Ranks with equal indices along the split axes hold the same part.
     parts = [tuple((axis, mesh.index(axis)) for axis in placements[name].split_axes) for name in held]
     gathered = mesh.gather(list(zip(held, parts, sums, strict=True)))

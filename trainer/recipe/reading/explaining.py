@@ -49,17 +49,17 @@ class Finding:
 
 def findings(error: ValidationError) -> list[Finding]:
     """Return one finding for each key or item; pydantic reports one for each branch of a union."""
-    found: dict[KeyPath, Finding] = {}
+    by_key: dict[KeyPath, Finding] = {}
     for details in error.errors(include_url=False, include_context=False, include_input=False):
         # Pydantic ends the place of an invalid key of an object with "[key]".
         *place, last = details["loc"]
         finding = _placed(_BLANK_KEY, (*place[:-1],)) if last == "[key]" else _placed(details["type"], details["loc"])
-        if finding.error == _BLANK_KEY or finding.path not in found:  # a branch of a union without names is no rule
-            found[finding.path] = finding
+        if finding.error == _BLANK_KEY or finding.path not in by_key:  # a branch of a union without names is no rule
+            by_key[finding.path] = finding
     # An invalid item is more precise than an invalid list, and a part of a named value than the value.
-    outer = {path[:end] for path, finding in found.items() for end in range(finding.key + 1, len(path))}
-    outer |= {finding.within for finding in found.values() if finding.within is not None}
-    return [finding for path, finding in found.items() if path not in outer]
+    outer = {path[:end] for path, finding in by_key.items() for end in range(finding.key + 1, len(path))}
+    outer |= {finding.within for finding in by_key.values() if finding.within is not None}
+    return [finding for path, finding in by_key.items() if path not in outer]
 
 
 def _placed(error: str, location: KeyPath) -> Finding:
@@ -258,7 +258,7 @@ def _remedy_for_text(value: str, branches: list[Schema]) -> str:
         return f"; write {literal} without quotes"
     if _is_number(value, branches):
         return f"; write {value} without quotes"
-    return next((f"; write {found}" for branch in branches if (found := _list_in(value, branch))), "")
+    return next((f"; write {written}" for branch in branches if (written := _list_in(value, branch))), "")
 
 
 def _remedy_for_path(value: str) -> str:

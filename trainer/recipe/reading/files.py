@@ -73,7 +73,7 @@ def shown_path(path: Path) -> str:
     shown = Path(os.path.abspath(path))
     with suppress(ValueError, OSError):  # outside, or the current folder was removed
         shown = shown.relative_to(Path.cwd())
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in str(shown))
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in str(shown))
 
 
 def _file_origin(path: Path) -> Origin:

@@ -135,15 +135,15 @@ def _read_layers(file: Path, chain: tuple[Path, ...] = ()) -> tuple[Node, list[P
         problem = file_problem(unknown, shown_path(file))
         if problem is not None:
             raise RecipeError(f"{shown_path(file)}: {problem}")
-    own = Node({key: member for key, member in node.members.items() if key not in FILE_KEYS}, node.origin)
+    layer = Node({key: member for key, member in node.members.items() if key not in FILE_KEYS}, node.origin)
     extends = node.members.get("extends")
     if extends is None or extends.value is None:
-        return own, problems
+        return layer, problems
     try:
         base, base_problems = _read_layers(_base_file(extends, chain), chain)
     except RecipeError as error:
         raise RecipeError(*map(str, problems), *error.problems) from error
-    return merged(base, own), problems + base_problems
+    return merged(base, layer), problems + base_problems
 
 
 def _base_file(extends: Node, chain: tuple[Path, ...]) -> Path:
@@ -178,26 +178,26 @@ def resolve(file: Path, root: Node, problems: list[Problem], needs_data: bool = 
         RecipeError: all problems of the recipe.
     """
     recipe: Recipe | None = None
-    found: list[Finding] = []
+    issues: list[Finding] = []
     problems = list(problems)
     try:
         recipe = Recipe.model_validate(root.plain())
     except ValidationError as error:
         from trainer.recipe.reading.explaining import explain, findings  # a valid recipe needs no words
 
-        found = findings(error)
-        problems += [problem for finding in found[:MAX_PROBLEMS] for problem in explain(finding, root)]
+        issues = findings(error)
+        problems += [problem for finding in issues[:MAX_PROBLEMS] for problem in explain(finding, root)]
     # The sound sections of an invalid recipe are checked too, so that all problems show at once.
-    sections = dict(recipe) if recipe else _sound_sections(root, found)
+    sections = dict(recipe) if recipe else _sound_sections(root, issues)
     sections = {name: _with_places(value, (name,), root) for name, value in sections.items()}
-    broken = {finding.path[:2] for finding in found}
+    broken = {finding.path[:2] for finding in issues}
     for contradiction in contradictions(sections):
         if contradiction.is_missing_data and not needs_data:
             continue
         if broken.isdisjoint(key[:2] for key in contradiction.keys):  # else it may follow from another problem
             problems.append(Problem(nearest_node(root, contradiction.keys[0]).origin, message(contradiction)))
     if recipe is None or problems:
-        raise RecipeError(*_report(problems, shown_path(file), len(found)))
+        raise RecipeError(*_report(problems, shown_path(file), len(issues)))
     return _resolved(_completed(recipe.model_copy(update=sections)), root, file)
 
 
@@ -208,10 +208,10 @@ def _resolved(recipe: Recipe, root: Node, file: Path) -> ResolvedRecipe:
     return ResolvedRecipe(recipe, origins, {dotted(path): value for path, value in values.items()}, file)
 
 
-def _sound_sections(root: Node, found: Sequence[Finding]) -> dict[str, Any]:
+def _sound_sections(root: Node, issues: Sequence[Finding]) -> dict[str, Any]:
     """Return the sections of an invalid recipe without the invalid keys, to check them for contradictions."""
     data = root.plain()
-    for name, *inner in (finding.path for finding in found):
+    for name, *inner in (finding.path for finding in issues):
         if inner and isinstance(data.get(name), dict):
             # The default takes the place of an invalid key, so that rules on the other keys are still checked.
             data[name].pop(inner[0], None)

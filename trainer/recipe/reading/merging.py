@@ -51,11 +51,11 @@ def _kept(path: KeyPath, base: Node, layer: Node, field: FieldInfo | None) -> di
 
 
 def _same_key(before: type[Section], after: type[Section], key: str) -> bool:
-    one, other = before.model_fields.get(key), after.model_fields.get(key)
-    if one is None or other is None:
+    field, other = before.model_fields.get(key), after.model_fields.get(key)
+    if field is None or other is None:
         return False
     meanings = [descriptions(section).get(key) for section in (before, after)]
-    return (one.annotation, one.metadata) == (other.annotation, other.metadata) and meanings[0] == meanings[1]
+    return (field.annotation, field.metadata) == (other.annotation, other.metadata) and meanings[0] == meanings[1]
 
 
 def with_default_kinds(root: Node) -> Node:

@@ -25,8 +25,8 @@ def override_layer(overrides: Sequence[str]) -> tuple[Node, list[Problem]]:
         if problem is None:
             key, _, text = override.partition("=")
             path = tuple(key.split("."))
-            value, found = _value(text, path, origin)
-            problems += found
+            value, issue = _value(text, path, origin)
+            problems += issue
             problem = _put(root, path, value)
         if problem is not None:
             problems.append(Problem(origin, f"`{shown_key(printable(override))}` {problem}"))

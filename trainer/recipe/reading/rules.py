@@ -132,7 +132,7 @@ def _padded_lengths(task: TaskSection, data: Data) -> Iterator[Contradiction]:
 def _divisor(number: int, most: int) -> int:
     """Return the largest divisor of `number` up to `most`; of huge numbers, a smaller one."""
     small = (size for size in range(1, min(math.isqrt(number), 2**16) + 1) if number % size == 0)
-    return max(one for size in small for one in (size, number // size) if one <= most)
+    return max(divisor for size in small for divisor in (size, number // size) if divisor <= most)
 
 
 def _of_task_and_training(task: TaskSection, training: Training) -> Iterator[Contradiction]:

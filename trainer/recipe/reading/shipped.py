@@ -69,7 +69,7 @@ def meant(name: str) -> str:
     """Return a hint for the name of a recipe that is not shipped."""
     shipped = shipped_recipes()
     beside = [without_ending(name) + ending for ending in recipe_endings()]
-    if found := [file for file in beside if os.path.isfile(os.path.expanduser(file))]:
-        return f"did you mean {found[0]}?"
+    if existing := [file for file in beside if os.path.isfile(os.path.expanduser(file))]:
+        return f"did you mean {existing[0]}?"
     near = get_close_matches(without_ending(Path(name).name), shipped, n=1)
     return f"did you mean {near[0]}? `trainer recipes` lists all" if near else f"they are {', '.join(shipped)}"

@@ -35,7 +35,7 @@ def clash(text: str, *keys: str) -> Contradiction:
 @cache
 def descriptions(section: type[BaseModel]) -> Mapping[str, str]:
     """Return the docstrings below the keys of a section, read from its source; empty without a source file."""
-    found = {}
+    texts = {}
     # Bases first, so that a docstring of the class replaces that of a base.
     for part in reversed(section.__mro__):
         try:
@@ -48,8 +48,8 @@ def descriptions(section: type[BaseModel]) -> Mapping[str, str]:
         for key, text in pairwise(body):
             match key, text:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(docstring))):
-                    found[name] = " ".join(docstring.split())
-    return found
+                    texts[name] = " ".join(docstring.split())
+    return texts
 
 
 @cache
@@ -93,11 +93,11 @@ def repeated(key: str, values: Sequence[object]) -> Iterator[Contradiction]:
 def shared(columns: Mapping[str, str | list[str] | None]) -> Iterator[Contradiction]:
     """Yield the columns that several keys of `task` name."""
     names = {key: {value} if isinstance(value, str) else {*(value or ())} for key, value in columns.items()}
-    for one, other in combinations(columns, 2):
-        for name in sorted(names[one] & names[other]):
+    for column, other in combinations(columns, 2):
+        for name in sorted(names[column] & names[other]):
             has = "is" if columns[other] == name else "has the column"
-            text = f"{has} {shown_value(name)}, which is also `task.{one}`; name another column"
-            yield clash(text, f"task.{other}", f"task.{one}")
+            text = f"{has} {shown_value(name)}, which is also `task.{column}`; name another column"
+            yield clash(text, f"task.{other}", f"task.{column}")
 
 
 def missing_folder(key: str, place: str | None) -> Iterator[Contradiction]:

@@ -89,8 +89,8 @@ METRICS = Table[Metric](
 def _add(row: Registration) -> None:
     if row.name in _SHIPPED:
         raise UsageError(f"the metric {row.name!r} ships with trainer; register yours under another name")
-    found = row.value  # a text of a folder names a `Metric`
-    METRICS[row.name] = found if isinstance(found, str) else Metric(resolved(found.compute), found.greater_is_better)
+    value = row.value  # a text of a folder names a `Metric`
+    METRICS[row.name] = value if isinstance(value, str) else Metric(resolved(value.compute), value.greater_is_better)
 
 
 # Before `consume`, which calls `_add` with the metrics that are registered already.

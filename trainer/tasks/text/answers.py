@@ -81,9 +81,9 @@ def required_chats() -> Chats:
     Raises:
         UsageError: there is none.
     """
-    if (found := encoder_of_chats()) is None:
+    if (encoder := encoder_of_chats()) is None:
         raise UsageError("the rows hold chats, but no encoder of chats is installed; convert them to texts")
-    return found
+    return encoder
 
 
 def messages_of(value: Any) -> list[Any]:

@@ -100,12 +100,12 @@ def cells_of(
     Raises:
         DataError: a value of a column other than `nullable` is null.
     """
-    found, features = {}, rows.features  # a copy of all columns
+    cells, features = {}, rows.features  # a copy of all columns
     fix = "fill it, or leave the row out"
     for column in columns:
         values = rows[column] if column == nullable else filled(rows, column, where, first_row, fix)
-        found[column] = given(values, [features[column]])
-    return found
+        cells[column] = given(values, [features[column]])
+    return cells
 
 
 def tokenise(
@@ -162,24 +162,24 @@ def framed(texts: Sequence[str], tokenizer: Tokenizer, end: int | None = None) -
     """
     start, behind = frame_of(tokenizer)
     behind = [] if end is None else behind if behind[-1:] == [end] else [*behind, end]
-    own = bare(texts, tokenizer, start, behind)
-    found = tokenizer(own, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-    return [[*start, *ids, *behind] for ids in found]
+    bare_texts = bare(texts, tokenizer, start, behind)
+    tokenised = tokenizer(bare_texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    return [[*start, *ids, *behind] for ids in tokenised]
 
 
 def bare(texts: Sequence[str], tokenizer: Tokenizer, start: Sequence[int], end: Sequence[int]) -> list[str]:
     """Return texts without special tokens at their start and end that are added anyway, nor blanks around these."""
     known = tokenizer.added_tokens_decoder
     before, behind = ([str(known[token]) for token in tokens if token in known] for tokens in (start, end))
-    found = []
+    stripped = []
     for text in texts:
         for token in before:
             text = rest[len(token) :] if (rest := text.lstrip()).startswith(token) else text
         # The last of these tokens is the first to find at the end of a text.
         for token in reversed(behind):
             text = rest[: -len(token)] if (rest := text.rstrip()).endswith(token) else text
-        found.append(text)
-    return found
+        stripped.append(text)
+    return stripped
 
 
 def tokenise_texts(texts: Sequence[list[str]], tokenizer: Tokenizer, max_length: int) -> Encoded:
@@ -196,16 +196,16 @@ def tokenise_texts(texts: Sequence[list[str]], tokenizer: Tokenizer, max_length:
             f"`data.max_length` must be more than the {num_special} special tokens, but is {max_length}; raise it"
         )
     start, end = frame_of(tokenizer)
-    own = [bare(column, tokenizer, start, end) for column in texts]
-    features = tokenizer(*own, truncation=True, max_length=max_length, return_attention_mask=False)
+    columns = [bare(column, tokenizer, start, end) for column in texts]
+    features = tokenizer(*columns, truncation=True, max_length=max_length, return_attention_mask=False)
     at_limit = [row for row, ids in enumerate(features["input_ids"]) if len(ids) == max_length]
-    cut = [False] * len(own[0])
+    cut = [False] * len(columns[0])
     # A row of exactly `max_length` tokens may be truncated or complete; to tokenise it again would double the time.
     if features.encodings:
         for row in at_limit:
             cut[row] = bool(features.encodings[row].overflowing)
     elif at_limit:  # the tokenizer is slow
-        whole = tokenizer(*[[values[row] for row in at_limit] for values in own], verbose=False)
+        whole = tokenizer(*[[values[row] for row in at_limit] for values in columns], verbose=False)
         for row, ids in zip(at_limit, whole["input_ids"], strict=True):
             cut[row] = len(ids) > max_length
     return {**features, "cut": cut}

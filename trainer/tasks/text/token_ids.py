@@ -41,7 +41,7 @@ def read_ids(
     Raises:
         DataError: a token is unknown to the model; a mask has gaps, or its length or that of the labels differs.
     """
-    found: list[tuple[list[int], list[int] | None]] = []
+    pairs: list[tuple[list[int], list[int] | None]] = []
     names = (column, *beside)
     for row, values in enumerate(zip(*(rows[name] for name in names), strict=True), first_row):
         read = _visible(_arrays(names, values, where, row), where, row)
@@ -50,8 +50,8 @@ def read_ids(
                 read[LABELS] = _trained(read.pop(name), read.get(LABELS, read[column]), name, where, row)
         for name, array in read.items():
             _require_known(array, name, name == column, num_tokens, where, row)
-        found.append((read[column].tolist(), read[LABELS].tolist() if LABELS in read else None))
-    return found
+        pairs.append((read[column].tolist(), read[LABELS].tolist() if LABELS in read else None))
+    return pairs
 
 
 _Columns = dict[str, NDArray[np.int64]]
