@@ -203,9 +203,9 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
     from trainer.launch import local
 
     monkeypatch.setattr(local, "_num_gpus", lambda: 2)
-    local._check_devices(2)
+    local._require_devices(2)
     with pytest.raises(LaunchError, match="3 processes need 3 GPUs, but this machine shows 2"):
-        local._check_devices(3)
+        local._require_devices(3)
 
 
 @pytest.mark.parametrize("visible", [1, 2])

@@ -25,7 +25,7 @@ from trainer.ranks.interfaces import is_loopback, listening_address
 from trainer.ranks.joining import Rendezvous, join_ranks
 from trainer.ranks.roll_call import RollCall
 from trainer.recipe.schema import Parallel
-from trainer.training.agreement import check_agreement
+from trainer.training.agreement import require_agreement
 
 ALONE = LaunchEnvironment("torchrun", has_agent_store=True)
 RANK = LaunchEnvironment("variables", 0, 0, 2, 2, "127.0.0.1", 29500)
@@ -85,8 +85,8 @@ def counted_meeting(rendezvous: Rendezvous, differ: bool) -> tuple[int, int]:
     rendezvous.arrive(time.monotonic() + 20)
     facts = {"torch": "2.9" if differ and own.rank == 1 else "2.10", "`model.config`": "x" * 1000}
     with pytest.raises(UsageError, match=r"torch is 2\.10 on") if differ else nullcontext():
-        check_agreement(facts, rendezvous, 20)
-    rendezvous.check_network(20)
+        require_agreement(facts, rendezvous, 20)
+    rendezvous.require_network(20)
     rendezvous.together(lambda: None, 20)
     return len(store.answers), sum(store.answers.values())
 
@@ -177,7 +177,7 @@ def test_ranks_of_a_machine_must_follow_each_other(monkeypatch):
         own = rendezvous._environment  # in the order that `srun --distribution=cyclic` gives
         rendezvous._environment = replace(own, local_rank=own.rank // 2)
         rendezvous.arrive(time.monotonic() + 5)
-        rendezvous.check_network(5)
+        rendezvous.require_network(5)
 
     for error in on_ranks(act, 4, nodes=2):
         assert isinstance(error, UsageError)

@@ -10,7 +10,7 @@ from tests.helpers.ranks import RankPools
 from tests.helpers.training import tiny_recipe
 from trainer.base.errors import UsageError
 from trainer.recipe.plan import plan_run
-from trainer.training.agreement import check_agreement, run_facts
+from trainer.training.agreement import require_agreement, run_facts
 
 
 def test_facts_of_a_run():
@@ -51,7 +51,7 @@ def disagree() -> list[str]:
         {"deepspeed": "0.19"} if rank == 0 else {},
     ):
         try:
-            check_agreement(facts, Meeting(), 20)
+            require_agreement(facts, Meeting(), 20)
             answers.append("agreed")
         except UsageError as error:
             answers.append(str(error))

@@ -75,9 +75,9 @@ class TestDevices:
 
     def test_ranks_on_one_gpu_are_refused(self):
         environment, device = LaunchEnvironment("srun", world_size=2, local_world_size=2), torch.device("cuda", 0)
-        process_group._check_gpus(_Meeting([("bb", "rank 1 on b")]), environment, device, 1.0)
+        process_group._require_gpus(_Meeting([("bb", "rank 1 on b")]), environment, device, 1.0)
         with pytest.raises(LaunchError, match=r"GPU aa is that of rank 0 on .*, rank 1 on b; start one rank"):
-            process_group._check_gpus(_Meeting([("aa", "rank 1 on b")]), environment, device, 1.0)
+            process_group._require_gpus(_Meeting([("aa", "rank 1 on b")]), environment, device, 1.0)
 
 
 def test_all_groups_have_the_limit_of_the_run():

@@ -31,10 +31,10 @@ def convert(
     """
     from trainer.tools.convert.convert import convert as convert_files
     from trainer.tools.convert.sources import Tool
-    from trainer.tools.writing import check_new_recipe, write_new
+    from trainer.tools.writing import require_new_recipe, write_new
 
     if output is not None:
-        check_new_recipe(output, "--output", (".json",))
+        require_new_recipe(output, "--output", (".json",))
     done = convert_files(files, Tool(source) if source else None, processes, output.parent if output else Path())
     if output is not None:
         write_new(output, done.text(), "--output")

@@ -57,7 +57,7 @@ def build_engine(
         total_steps: the last step of the learning rate's schedule.
         added_loss: the loss of a second model; None on ranks without the last stage, or if there is none.
     """
-    heads = check_built(built, task, plan)
+    heads = require_trainable(built, task, plan)
     built = [replace(part, added_loss=added_loss) for part in built]
     cut = next((part.vocabulary for part in built if part.vocabulary), None)
     task = task.for_vocabulary(cut)
@@ -75,7 +75,7 @@ def build_engine(
     return build(whole, task, mesh, plan, total_steps)
 
 
-def check_built(built: Sequence[PlacedModel], task: Task, plan: RunPlan) -> ScoringHeads | None:
+def require_trainable(built: Sequence[PlacedModel], task: Task, plan: RunPlan) -> ScoringHeads | None:
     """Refuse placed models, perhaps on `meta`, that a plan cannot train; return the heads that score tokens, if any.
 
     Raises:

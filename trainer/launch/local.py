@@ -128,12 +128,12 @@ def plan_start(
         else:
             plan_run(recipe, environment.world_size, environment.local_world_size)
         if _num_gpus() != 1:  # a batch system may show each rank only its own GPU; the ranks compare them
-            _check_devices(environment.local_world_size)
+            _require_devices(environment.local_world_size)
         return environment, None
     number = _number_of_processes(environment, processes, STRATEGIES[recipe.parallel.strategy])
     # Planned here too, so that a recipe that does not fit fails once, and before any rank starts.
     plan_run(recipe, number)
-    _check_devices(number)
+    _require_devices(number)
     return environment, None if number == 1 and not max_restarts else number
 
 
@@ -154,7 +154,7 @@ def _num_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _check_devices(local_ranks: int) -> None:
+def _require_devices(local_ranks: int) -> None:
     """Require one GPU for each rank if the machine has GPUs; ranks on the same GPU would wait for each other."""
     gpus = _num_gpus()
     if 0 < gpus < local_ranks:
@@ -217,7 +217,7 @@ def run_on_fresh_ranks(resolved: ResolvedRecipe, number: int, job: Job) -> int:
         StoppedError: a signal arrived before the first step.
     """
     plan_run(resolved.recipe, number)
-    _check_devices(number)
+    _require_devices(number)
     return _start(resolved, number, 0, job)
 
 

@@ -75,7 +75,7 @@ def _add_products(model: nn.Module, adapter: Adapter, seed: int, drawn: Collecti
     else:
         saved = matched_parameters(model, adapter.modules_to_save, "model.adapter.modules_to_save")
     targets = _targets(model, adapter, saved)
-    _check_patterns(adapter, targets)
+    _require_patterns(adapter, targets)
     # Freeze all, then free `saved`; factors are made afterwards, and are trained by default.
     model.requires_grad_(False)
     for name in saved:
@@ -135,7 +135,7 @@ def starts_of(model: nn.Module, adapter: Adapter, seed: int) -> dict[str, Start]
     return starts
 
 
-def _check_patterns(adapter: Adapter, targets: Collection[str]) -> None:
+def _require_patterns(adapter: Adapter, targets: Collection[str]) -> None:
     problems = Problems()
     for key in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(adapter, key):

@@ -192,7 +192,7 @@ def _fill_parts(described: ModelDescription, cut: ModelCut, node: NodeRanks | No
                 parts.fill_whole(name, drawn_factor(name, shape, seed))
     for name, value in values_of(described.use.added).items():
         parts.fill_whole(name, value)
-    parts.check_filled()
+    parts.require_filled()
     shards, parts.shards, parts.starts = parts.shards, {}, {}  # weights that are read again start no adapter
     origin = _origin(parts, whole, sources, stored, seed)
     # From here on, `parts` serves `origin` only, which reads into a table of its own.
@@ -531,7 +531,7 @@ class _Parts:
         first = self._own[name][0]
         return not self.model.get_parameter(first).is_meta if self.shards is None else first in self.shards
 
-    def check_filled(self) -> None:
+    def require_filled(self) -> None:
         for name, parameter in self.model.named_parameters():
             if parameter.is_meta if self.shards is None else name not in self.shards:
                 raise CannotLoadPartsError(f"it is not clear where {name} comes from")

@@ -111,7 +111,7 @@ def change_rotations(kwargs: dict[str, Any], change: Callable[[Tensor], Tensor])
     return kwargs if rotations is None else kwargs | {_ROTATIONS: tuple(map(change, rotations))}
 
 
-def check_padding_free(model: Any) -> None:
+def require_padding_free(model: Any) -> None:
     """Refuse a model with layers that need padding."""
     model_type = model.config.model_type
     family = FAMILIES.get(model_type)
@@ -129,9 +129,9 @@ def flatten_layers(model: Any) -> None:
     The model is cut over tensor ranks before, and no strategy has wrapped it.
 
     Raises:
-        UsageError: `check_padding_free` refuses the model.
+        UsageError: `require_padding_free` refuses the model.
     """
-    check_padding_free(model)
+    require_padding_free(model)
     form = FORMS.get(model.config._attn_implementation)
     model.config._attn_implementation = form.flat if form else FLAT_ATTENTION
     layers = list(layers_of(model).values())

@@ -64,7 +64,7 @@ class _Place:
     module: nn.Module
 
 
-def check_split(model: nn.Module, tensor: int, context: int = 1, sequence: bool = False) -> None:
+def require_split(model: nn.Module, tensor: int, context: int = 1, sequence: bool = False) -> None:
     """Refuse a model that cannot be cut over tensor and context ranks, given their numbers.
 
     Args:
@@ -84,13 +84,13 @@ def check_split(model: nn.Module, tensor: int, context: int = 1, sequence: bool 
     problems = Problems()
     if sequence:
         with problems.collect():
-            _check_sequence(model, plan)
+            _require_sequence(model, plan)
     if tensor > 1 or context == 1:  # else the matrices of layers stay whole
         with problems.collect():
             _require_modules(model, plan, places)
             _require_placed(model, plan, places)
         with problems.collect():
-            _check_divides(tensor, [*_heads(model.config, plan), *_features(plan, places)])
+            _require_divisors(tensor, [*_heads(model.config, plan), *_features(plan, places)])
     problems.raise_all()
 
 
@@ -113,7 +113,7 @@ def _features(plan: TensorPlan, places: Iterable[_Place]) -> Iterator[tuple[int,
                 yield features, f"{features} features of {place.name}"
 
 
-def _check_divides(degree: int, counts: Sequence[tuple[int, str]]) -> None:
+def _require_divisors(degree: int, counts: Sequence[tuple[int, str]]) -> None:
     """Refuse a degree that does not divide all counts, with the degrees that do; only the first count is named."""
     common = gcd(*(count for count, _ in counts))
     name = next((name for count, name in counts if count % degree), None)
@@ -123,7 +123,7 @@ def _check_divides(degree: int, counts: Sequence[tuple[int, str]]) -> None:
         raise UsageError(f"`parallel.tensor` must divide the {name}, but is {degree}; use {use}")
 
 
-def _check_sequence(model: Any, plan: TensorPlan) -> None:
+def _require_sequence(model: Any, plan: TensorPlan) -> None:
     if not plan.sequence_parallel:
         raise UsageError(
             f"`parallel.sequence` is true, but the family {model.config.model_type} has no sequence parallelism; set"
@@ -150,11 +150,11 @@ def split_model(model: nn.Module, groups: RowGroups, sequence: bool = False) -> 
         The placement of every parameter.
 
     Raises:
-        UsageError: `check_split` refuses the model.
+        UsageError: `require_split` refuses the model.
     """
     assert not any(isinstance(module, _Part) for module in model.modules()), "the model is cut already"
     tensor, context = group_size(groups.tensor), group_size(groups.context)
-    check_split(model, tensor, context, sequence)
+    require_split(model, tensor, context, sequence)
     plan = _plan_of(model)
     # Before the replacement, which gives each name a parameter of its own.
     tied = tied_names(model)

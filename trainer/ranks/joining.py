@@ -200,7 +200,7 @@ class Rendezvous:
             self._wait_for_readers(name)  # a rank may leave next, and the store with it
         return answer
 
-    def check_network(self, timeout_seconds: float) -> None:
+    def require_network(self, timeout_seconds: float) -> None:
         """Choose the interface for gloo, and check that each machine can connect to the next one.
 
         By default gloo uses the address of the host's name, which is often a loopback address or in another network.
@@ -228,10 +228,10 @@ class Rendezvous:
             # Three rounds: all ranks listen, then all know all places, and then they connect while all sockets are
             # open.
             mine = self.together(lambda: self._listen(stack), timeout_seconds)
-            self.together(lambda: self._check_order(mine), timeout_seconds)
+            self.together(lambda: self._require_order(mine), timeout_seconds)
             self.together(lambda: self._reach_next(mine), timeout_seconds)
 
-    def _check_order(self, mine: _Peer) -> None:
+    def _require_order(self, mine: _Peer) -> None:
         """Refuse ranks of one machine that do not follow each other: shard and tensor groups would cross machines."""
         rank = self._environment.rank
         before = self._peer(rank - 1) if rank else None
@@ -253,7 +253,7 @@ class Rendezvous:
         while (peer := self._peer(rank)).local_rank:  # this machine has more ranks than its launcher declared
             rank = (rank + 1) % self._size
         if rank != environment.rank:
-            _check_reachable(mine, peer, rank)
+            _require_reachable(mine, peer, rank)
 
     def _peer(self, rank: int) -> _Peer:
         return _Peer(*decode(self.store.get(f"peer/{rank}")))
@@ -327,7 +327,7 @@ class _Peer:
     interfaces: str
 
 
-def _check_reachable(mine: _Peer, other: _Peer, rank: int) -> None:
+def _require_reachable(mine: _Peer, other: _Peer, rank: int) -> None:
     problem = _connection_problem(other.address, other.port, 2 * _ATTEMPT_SECONDS)[1]
     if problem:
         raise TrainerError(

@@ -40,15 +40,15 @@ class LocalParts:
     def of(cls, recipe: Recipe) -> LocalParts:
         """Return the parts of a resolved recipe that are on this machine."""
         data = recipe.data
-        model = _Place("model.name_or_path", recipe.model.name_or_path, recipe.model.revision)
-        tokenizer = model if recipe.model.tokenizer is None else _Place("model.tokenizer", recipe.model.tokenizer)
+        model = _Source("model.name_or_path", recipe.model.name_or_path, recipe.model.revision)
+        tokenizer = model if recipe.model.tokenizer is None else _Source("model.tokenizer", recipe.model.tokenizer)
         other = recipe.task.other_inputs
-        lacking: dict[_Place, list[str]] = {}
+        lacking: dict[_Source, list[str]] = {}
 
-        def finds(place: _Place, files: tuple[str, ...], part: str) -> bool:
-            is_here = place.holds(files)
+        def finds(source: _Source, files: tuple[str, ...], part: str) -> bool:
+            is_here = source.holds(files)
             if not is_here:
-                lacking.setdefault(place, []).append(part)
+                lacking.setdefault(source, []).append(part)
             return is_here
 
         has_model = finds(model, _CONFIGURATION, "configuration")
@@ -59,14 +59,14 @@ class LocalParts:
         for name, key in (row.name.split(".") for row in registered("second_model")):
             if (section := getattr(recipe, name)) is None:
                 continue
-            second = _Place(f"{name}.{key}", getattr(section, key), section.revision)
+            second = _Source(f"{name}.{key}", getattr(section, key), section.revision)
             has_second = finds(second, _CONFIGURATION, "configuration")
             finds(second, _WEIGHTS, "weights")
             has_second = (other is not None or finds(second, _VOCABULARY, "tokenizer")) and has_second
         has_data = not isinstance(data, HubData) or _has_rows(data)
         if isinstance(data, HubData) and not has_data:
-            lacking[_Place("data.name", data.name, data.revision, "--repo-type dataset")] = ["rows"]
-        unchecked = tuple(place.unchecked(parts) for place, parts in lacking.items())
+            lacking[_Source("data.name", data.name, data.revision, "--repo-type dataset")] = ["rows"]
+        unchecked = tuple(source.unchecked(parts) for source, parts in lacking.items())
         return cls(has_model, has_tokenizer, has_data and has_part, unchecked, has_second)
 
     @property
@@ -80,7 +80,7 @@ class LocalParts:
         return not self.has_model and not self.has_data
 
 
-class _Place(NamedTuple):
+class _Source(NamedTuple):
     """A folder or a name on the hub, its key in a recipe, and an option that fetches it; None: it is not needed."""
 
     key: str

@@ -79,7 +79,7 @@ def mine(trained: Trained, request: Request, limits: Limits, form: Literal["colu
             f"`trainer mine` needs an embedding model, but `task.type` is {recipe.task.type}; name another RUN"
         )
     limits.check()
-    request.check_output()
+    request.require_output()
     output = Path(request.output).absolute()
     if output.exists() and output.samefile(request.input):
         raise UsageError(

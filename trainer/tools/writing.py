@@ -45,7 +45,7 @@ def write_new(path: Path, text: str, option: str) -> None:
         raise UsageError(f"{option} {path} cannot be written: {error.strerror}; name another") from error
 
 
-def check_new_recipe(place: Path, option: str, endings: Sequence[str] = ()) -> None:
+def require_new_recipe(place: Path, option: str, endings: Sequence[str] = ()) -> None:
     """Refuse a file for a recipe before long work.
 
     Args:

@@ -41,7 +41,7 @@ def run_facts(values: Mapping[str, Any], plan: RunPlan, device_type: str) -> dic
     return facts | {package: installed(package) or _ABSENT for package in packages}
 
 
-def check_agreement(facts: Mapping[str, str], meeting: Rendezvous, timeout_seconds: float) -> None:
+def require_agreement(facts: Mapping[str, str], meeting: Rendezvous, timeout_seconds: float) -> None:
     """Compare the facts of all ranks. All ranks must call it.
 
     If they differ, each rank sends only the facts that differ from those of rank 0.

@@ -11,7 +11,7 @@ from torch import nn
 from trainer.base.errors import Problems
 from trainer.checkpoint.registered import registered_tiers
 from trainer.data.loader import require_fitting_rows
-from trainer.engine.builders import check_built
+from trainer.engine.builders import require_trainable
 from trainer.engine.optimizers.table import optimizer_class
 from trainer.models.describe import ModelDescription
 from trainer.models.families.table import FAMILIES
@@ -186,14 +186,14 @@ def _check_layout(plan: RunPlan, described: ModelDescription, problems: Problems
         notes += [f"{late:,} parameters of `model.freeze` are trained after step {step:,}"] if late and step else []
     if recipe.data.padding_free:
         with problems.collect():
-            from trainer.models.layer_hooks import check_padding_free
+            from trainer.models.layer_hooks import require_padding_free
 
-            check_padding_free(model)
+            require_padding_free(model)
     if plan.layout.ranks_per_row > 1:
-        from trainer.models.tensor_split import check_split
+        from trainer.models.tensor_split import require_split
 
         with problems.collect():
-            check_split(model, plan.layout.tp, plan.layout.cp, parallel.sequence)
+            require_split(model, plan.layout.tp, plan.layout.cp, parallel.sequence)
     if plan.pipeline is not None:
         from trainer.models.stage_split import split_stages, stage_sizes
 
@@ -223,7 +223,7 @@ def _rehearse(
             notes += described.check_sample(keys)
         if is_sound:
             # A copy for each cut, because `place` cuts in place.
-            check_built([place(copy.deepcopy(model), cut, keys) for cut in every_cut(plan)], task, plan)
+            require_trainable([place(copy.deepcopy(model), cut, keys) for cut in every_cut(plan)], task, plan)
     return notes
 
 

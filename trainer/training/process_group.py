@@ -60,13 +60,13 @@ def meet_ranks(
         observer.preparing(f"waiting for {environment.world_size} ranks")
     timeout = plan.recipe.parallel.join_timeout.seconds
     from trainer.ranks.joining import join_ranks
-    from trainer.training.agreement import check_agreement, run_facts
+    from trainer.training.agreement import require_agreement, run_facts
 
     rendezvous = join_ranks(environment, timeout)
     # Callbacks too: agreements on their answers are collectives, which all ranks must have.
     facts = run_facts(resolved.values, plan, device_type()) | {"the list of callbacks": str(callbacks)}
-    check_agreement(facts, rendezvous, timeout)
-    rendezvous.check_network(timeout)
+    require_agreement(facts, rendezvous, timeout)
+    rendezvous.require_network(timeout)
     return rendezvous
 
 
@@ -128,7 +128,7 @@ def process_group(
     """
     # Before NCCL meets, which hangs with two ranks on one GPU.
     if rendezvous is not None and device.type == "cuda":
-        _check_gpus(rendezvous, environment, device, collective_timeout(plan.recipe).total_seconds())
+        _require_gpus(rendezvous, environment, device, collective_timeout(plan.recipe).total_seconds())
     ready: AbstractContextManager[None] = nullcontext()
     if name := plan.strategy.ready:
         # Together, and before the group: a rank without the package would leave the others waiting.
@@ -171,7 +171,7 @@ def joined_ranks(
         yield device, prepared
 
 
-def _check_gpus(
+def _require_gpus(
     rendezvous: Rendezvous, environment: LaunchEnvironment, device: torch.device, timeout_seconds: float
 ) -> None:
     """Refuse ranks on the same GPU, which would wait for each other. All ranks must call it."""

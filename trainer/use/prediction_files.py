@@ -83,7 +83,7 @@ class Request:
         """The format of the output, by its ending."""
         return "json" if self.output == STANDARD else output_format(Path(self.output))
 
-    def check_output(self) -> None:
+    def require_output(self) -> None:
         """Refuse an output in an unknown format, one that exists, and one that cannot be a file."""
         path = Path(self.output).absolute()
         if self.escape_formulas and self.output_format != "csv":
@@ -162,7 +162,7 @@ class InputRows:
                 self._transform = transform_of(self._data).of_input(sound, self._columns, request.where)
             # If bad rows are skipped, only the first chunk shows the columns: a later row that lacks one is bad itself.
             if not (skips and (first or not sound)):
-                self._check_columns(chunk.rows)
+                self._require_columns(chunk.rows)
             if skips:
                 errors.update(self._find_bad(chunk, 0, len(found)))
             yield chunk
@@ -170,7 +170,7 @@ class InputRows:
         if not first:
             raise DataError(f"`--input` must hold at least one row, but {request.where} is empty")
 
-    def _check_columns(self, rows: Sequence[Row]) -> None:
+    def _require_columns(self, rows: Sequence[Row]) -> None:
         made = () if self._transform is None else self._transform.columns
         present = dict.fromkeys([*(name for row in rows for name in row), *made])
         for name in self._columns:
@@ -256,7 +256,7 @@ class Output:
         Raises:
             UsageError: the output exists, or another command writes it.
         """
-        self._request.check_output()
+        self._request.require_output()
         if self._path is None:
             return
         if self._folder.is_symlink():

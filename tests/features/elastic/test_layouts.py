@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from trainer.base.errors import RecipeError, UsageError
-from trainer.features.elastic.layouts import check_nodes, fitting_sizes, plan_elastic
+from trainer.features.elastic.layouts import fitting_sizes, plan_elastic, require_nodes
 from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.schema import Recipe
 
@@ -58,8 +58,8 @@ def test_sizes_that_fit() -> None:
 
 
 def test_a_launch_that_fits_is_not_refused() -> None:
-    check_nodes(recipe(), (1, 4), 1)
-    check_nodes(recipe("parallel.tensor=2"), (2, 4), 1)
+    require_nodes(recipe(), (1, 4), 1)
+    require_nodes(recipe("parallel.tensor=2"), (2, 4), 1)
 
 
 @pytest.mark.parametrize(
@@ -92,4 +92,4 @@ def test_a_launch_that_does_not_fit_is_refused(
     overrides: tuple[str, ...], elastic: str, nodes: tuple[int, int], message: str
 ) -> None:
     with pytest.raises(UsageError, match=message):
-        check_nodes(recipe(*overrides, elastic=elastic), nodes, 1)
+        require_nodes(recipe(*overrides, elastic=elastic), nodes, 1)

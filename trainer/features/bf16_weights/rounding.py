@@ -55,7 +55,7 @@ class KeyedRounding:
         """
         lanes = torch.zeros(exact.shape, dtype=torch.int16, device=exact.device)
         sizes = [piece.stop - piece.start for piece in pieces]
-        views: defaultdict[_Place, list[tuple[str, Tensor]]] = defaultdict(list)
+        views: defaultdict[_Region, list[tuple[str, Tensor]]] = defaultdict(list)
         for piece, flat in zip(pieces, torch.split(lanes, sizes), strict=True):
             placement = self._placements[piece.parameter]
             # FSDP cuts the first dimension, so a shard is a run of elements of the flattened part.
@@ -63,12 +63,12 @@ class KeyedRounding:
             splits = tuple(tensor_splits(placement, self._mesh))
             part = flat_part("", flat, offset, replace(placement, splits=splits), self._mesh, ())
             for box in part.boxes:
-                views[_Place(box.start, box.shape, placement.shape)].append((placement.name, box.view))
+                views[_Region(box.start, box.shape, placement.shape)].append((placement.name, box.view))
         # Parameters with equal boxes draw their bits together, in few operations.
-        for place, named in views.items():
+        for region, named in views.items():
             names, boxes = zip(*named, strict=True)
             keys = stream_keys((self._seed, step, "stochastic rounding"), ((name,) for name in names))
-            bits = _bits(to_device(torch.tensor(keys), exact.device), place)
+            bits = _bits(to_device(torch.tensor(keys), exact.device), region)
             torch._foreach_copy_(list(boxes), list(bits))
         # The sum carries into the upper half with the probability of the lower one, which is then cut off.
         bits = exact.view(torch.int32)
@@ -76,7 +76,7 @@ class KeyedRounding:
         return exact.bfloat16()
 
 
-class _Place(NamedTuple):
+class _Region(NamedTuple):
     """A box of a parameter: its first element along each dimension, its shape, and that of the whole parameter."""
 
     start: tuple[int, ...]
@@ -92,13 +92,13 @@ def _first_row(parameter: nn.Parameter) -> int:
     return int(offset[0])
 
 
-def _bits(keys: Tensor, place: _Place) -> Tensor:
+def _bits(keys: Tensor, region: _Region) -> Tensor:
     """Return 16 random bits for each element of a box of several parameters, as int16 `[parameters, *box]`.
 
     Args:
         keys: the keys of the parameters, int64 `[parameters]`.
-        place: the box, which is the same one of each.
+        region: the box, which is the same one of each.
     """
-    rows = positions_of(place.start[:-1], place.shape[:-1], place.whole[:-1], keys.device)
-    lanes = random_lanes(row_keys(keys.unsqueeze(-1), rows), place.shape[-1], place.start[-1])
-    return lanes.reshape(-1, *place.shape)
+    rows = positions_of(region.start[:-1], region.shape[:-1], region.whole[:-1], keys.device)
+    lanes = random_lanes(row_keys(keys.unsqueeze(-1), rows), region.shape[-1], region.start[-1])
+    return lanes.reshape(-1, *region.shape)

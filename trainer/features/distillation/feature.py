@@ -17,7 +17,7 @@ from trainer.models.describe import ModelDescription, ModelUse, describe
 from trainer.models.fill import build_model, check_weights
 from trainer.models.place import PlacedModel, tensor_cut
 from trainer.models.statistics import persistent_buffers
-from trainer.models.tensor_split import check_split
+from trainer.models.tensor_split import require_split
 from trainer.models.tokenizer import load_tokenizer
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.placement import PIPELINE_AXIS, Placements
@@ -58,7 +58,7 @@ class TeacherFeature(SecondModel):
             _columns(recipe, task, described.config)
         if plan.layout.ranks_per_row > 1:
             with problems.collect(), _naming_the_teacher():
-                check_split(model, plan.layout.tp, plan.layout.cp, recipe.parallel.sequence)
+                require_split(model, plan.layout.tp, plan.layout.cp, recipe.parallel.sequence)
         if preparation is not None:
             with problems.collect(), _naming_the_teacher():
                 _require_same_inputs(recipe, task, preparation, described)

@@ -36,7 +36,7 @@ class ElasticLayouts(ElasticLaunch):
 
     def check(self, recipe: Recipe, environment: LaunchEnvironment) -> None:
         assert environment.elastic_nodes is not None
-        check_nodes(recipe, environment.elastic_nodes, environment.local_world_size)
+        require_nodes(recipe, environment.elastic_nodes, environment.local_world_size)
         if environment.has_agent_store:
             raise UsageError(
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE must be 1 under torchrun's --nnodes MIN:MAX, but is not: a node"
@@ -67,7 +67,7 @@ def plan_elastic(recipe: Recipe, world_size: int, local_world_size: int) -> RunP
     raise problem
 
 
-def check_nodes(recipe: Recipe, nodes: tuple[int, int], local_world_size: int) -> None:
+def require_nodes(recipe: Recipe, nodes: tuple[int, int], local_world_size: int) -> None:
     """Check that a recipe fits an elastic launch, so that no later change of the nodes can end the run.
 
     Raises:

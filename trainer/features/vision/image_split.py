@@ -82,11 +82,11 @@ class ImageRows:
         images = _with_images(rows, _columns_with_paths(rows, self.task), self.folders, where, first_row)
         features = self.task.encode_images(images, self.processor, where, first_row)
         self.shape = self.shape or features[_PIXELS][0].shape
-        _check_shapes(features[_PIXELS], self.shape, where, first_row)
+        _require_shapes(features[_PIXELS], self.shape, where, first_row)
         return features
 
 
-def _check_shapes(images: list[NDArray[np.uint8]], shape: tuple[int, ...], where: str, first_row: int) -> None:
+def _require_shapes(images: list[NDArray[np.uint8]], shape: tuple[int, ...], where: str, first_row: int) -> None:
     for row, image in enumerate(images, start=first_row + 1):
         if image.shape != shape:
             (_, height, width), (_, first_height, first_width) = image.shape, shape

@@ -48,7 +48,7 @@ def shipped_family(model: Any) -> ModelFamily | None:
                 f" {', '.join(_STYLES)}; {_REMEDY}"
             )
     columns = _of_style(plan, _COLUMN)
-    _check_blocks(model, plan)
+    _require_blocks(model, plan)
     embedding = _name_of(model, _input_embedding(model))
     head = _name_of(model, model.get_output_embeddings())
     return ModelFamily(
@@ -92,7 +92,7 @@ def _of_style(plan: Mapping[str, str], style: str) -> tuple[str, ...]:
     return tuple(pattern for pattern, of in plan.items() if of == style)
 
 
-def _check_blocks(model: Any, plan: Mapping[str, str]) -> None:
+def _require_blocks(model: Any, plan: Mapping[str, str]) -> None:
     """Refuse modules in the plan's blocks that the plan does not define, or that cannot be cut."""
     model_type = model.config.model_type
     cut = set(map(_block, (*_of_style(plan, _COLUMN), *_of_style(plan, _ROW))))

@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 from trainer.base.extensions import consume
 from trainer.recipe.paths import KeyPath
 from trainer.recipe.reading.parser import Node
-from trainer.recipe.schema import Place, Recipe, Section
+from trainer.recipe.schema import PathBase, Recipe, Section
 
 
 def find_node(root: Node, path: KeyPath) -> Node | None:
@@ -68,9 +68,11 @@ def section_model(field: FieldInfo, node: Node) -> type[Section] | None:
     return kinds(field).get(tag) if isinstance(tag, str) else None
 
 
-def place_of(field: FieldInfo) -> Place | None:
+def path_base_of(field: FieldInfo) -> PathBase | None:
     """Return the base of relative paths in this key; None if its value is not a path."""
-    return next((part for part in (*field.metadata, *_type_parts(field.annotation)) if isinstance(part, Place)), None)
+    return next(
+        (part for part in (*field.metadata, *_type_parts(field.annotation)) if isinstance(part, PathBase)), None
+    )
 
 
 def _type_parts(annotation: object) -> Iterator[object]:

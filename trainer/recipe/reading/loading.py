@@ -22,13 +22,13 @@ from trainer.base.file_formats import formats_by_ending
 from trainer.base.text import leaves, without_secrets
 from trainer.recipe.paths import KeyPath, dotted, is_url, shown_value
 from trainer.recipe.reading.files import read_file, read_text, recipe_endings, recipe_formats, shown_path
-from trainer.recipe.reading.keys import find_node, nearest_node, place_of, section_model
+from trainer.recipe.reading.keys import find_node, nearest_node, path_base_of, section_model
 from trainer.recipe.reading.merging import merged, with_default_kinds
 from trainer.recipe.reading.overrides import override_layer
 from trainer.recipe.reading.parser import DEFAULT, Node, Origin, Problem
 from trainer.recipe.reading.rules import contradictions, message
 from trainer.recipe.reading.shipped import meant, shipped_recipes, without_ending
-from trainer.recipe.schema import Place, Recipe, Section
+from trainer.recipe.schema import PathBase, Recipe, Section
 from trainer.recipe.schema.checkpoint import with_name
 
 if TYPE_CHECKING:
@@ -252,10 +252,10 @@ def _with_places(value: Any, path: KeyPath, root: Node) -> Any:
         before = getattr(value, name)
         folder = nearest_node(root, (*path, name)).origin.folder
         after = _with_places(before, (*path, name), root)
-        if place_of(field) is Place.RECIPE:
+        if path_base_of(field) is PathBase.RECIPE:
             several = isinstance(before, list)
             after = [_absolute(item, folder) for item in before] if several else _absolute(before, folder)
-        elif place_of(field) is Place.RECIPE_OR_HUB:
+        elif path_base_of(field) is PathBase.RECIPE_OR_HUB:
             after = _absolute_unless_hub(before, folder)
         if after != before:
             updates[name] = after

@@ -92,7 +92,7 @@ NameKey = Annotated[str, AfterValidator(_not_blank)]
 """A `Name` as a key of an object; a pattern of keys would change the form of the JSON Schema."""
 
 
-class Place(Enum):
+class PathBase(Enum):
     """The base of relative paths in a key."""
 
     RECIPE = auto()  # the folder of the recipe file; on the command line, the current folder
@@ -147,13 +147,13 @@ PathOrUrl = Annotated[
 """A place on this machine or elsewhere; `${SCRATCH}/runs` and `None/runs` would be folders of these very names, and
 `file://` the current folder."""
 
-PathField = Annotated[PathOrUrl, Place.RECIPE]
+PathField = Annotated[PathOrUrl, PathBase.RECIPE]
 
 
-HubOrPathField = Annotated[Name, Place.RECIPE_OR_HUB]
+HubOrPathField = Annotated[Name, PathBase.RECIPE_OR_HUB]
 
 
-RunPathField = Annotated[PathOrUrl, Place.RUN]
+RunPathField = Annotated[PathOrUrl, PathBase.RUN]
 
 
 Revision = Annotated[Name | None, Field(description="Branch, tag or commit of the hub repository.")]

@@ -44,7 +44,7 @@ class Likeness:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlannedStep:
     """The plan of a step: the peak bytes of tensors and the bytes sent by the heaviest rank; the likely seconds."""
 
     peak_bytes: int
@@ -72,7 +72,7 @@ class Result:
     records: tuple[StepRecord, ...] = ()  # the steps of the first turn
     shares: Shares | None = None  # the parts of a step; None if none was probed
     likeness: Likeness | None = None  # None for the reference, or another training
-    plan: Plan | None = None  # None if the step cannot be planned
+    plan: PlannedStep | None = None  # None if the step cannot be planned
 
     @property
     def is_complete(self) -> bool:
@@ -183,4 +183,4 @@ def with_plan(result: Result, trial: Trial, hardware: str | None) -> Result:
         return result
     peak = max(step.peak.num_bytes for step in steps)
     sent = max(sum(count for _, count in traffic_by_axis(step).values()) for step in steps)
-    return replace(result, plan=Plan(peak, sent, seconds))
+    return replace(result, plan=PlannedStep(peak, sent, seconds))

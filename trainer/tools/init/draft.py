@@ -17,7 +17,7 @@ from trainer.recipe.reading.loading import ResolvedRecipe, resolve
 from trainer.recipe.reading.merging import merged, with_default_kinds
 from trainer.recipe.reading.overrides import override_layer
 from trainer.recipe.reading.parser import Node, Origin, parse
-from trainer.tools.writing import check_new_recipe, recipe_name, recipe_text
+from trainer.tools.writing import recipe_name, recipe_text, require_new_recipe
 
 
 def recipe_place(source: Path, output: Path | None) -> Path:
@@ -28,7 +28,7 @@ def recipe_place(source: Path, output: Path | None) -> Path:
     """
     endings = tuple(recipe_formats()) or recipe_endings()
     place = output or Path(recipe_name(source) + endings[0])
-    check_new_recipe(place, "--output", endings)
+    require_new_recipe(place, "--output", endings)
     return place
 
 

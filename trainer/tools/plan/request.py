@@ -8,7 +8,7 @@ from typing import Literal
 
 from trainer.base.errors import UsageError
 from trainer.tools.plan.hardware import Devices
-from trainer.tools.writing import check_new_recipe
+from trainer.tools.writing import require_new_recipe
 
 _REPLACED = {
     "batch": ("training.global_batch_size", "training.micro_batch_size"), "length": ("data.max_length",),
@@ -52,7 +52,7 @@ class PlanRequest:
         if self.write is not None and not (self.search or self.largest or self.is_auto):
             raise UsageError("`--write` writes a layout that was found; add --search, --largest or --gpus autoxMEMORY")
         if self.write is not None:
-            check_new_recipe(self.write, "--write")
+            require_new_recipe(self.write, "--write")
         if self.largest is not None and (self.search or self.is_auto):
             raise UsageError(
                 "`--largest` takes the layout of the recipe; leave out --search, and give a number of GPUs"

@@ -19,7 +19,7 @@ from trainer.recipe.schema import Recipe
 from trainer.tasks.metrics.table import greater_is_better
 from trainer.tools.plan.searching import write_extending
 from trainer.tools.search.space import read_space
-from trainer.tools.writing import check_new_recipe, recipe_name
+from trainer.tools.writing import recipe_name, require_new_recipe
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def search(request: SearchRequest, echo: Callable[[str], None]) -> int:
     if detect().has_ranks:
         raise UsageError("`trainer search` starts its own ranks; run it without a launcher")
     if request.write is not None:
-        check_new_recipe(request.write, "--write")
+        require_new_recipe(request.write, "--write")
     if find_spec("optuna") is None:
         raise UsageError(f"`trainer search` needs the package optuna; install it ({install_command('search')})")
     from optuna.exceptions import StorageInternalError
