@@ -36,10 +36,10 @@ def output_format(path: Path) -> str:
 
 
 def _named(path: Path, key: str, names: Sequence[str], stored: str | None = None) -> str:
-    found = {end: name for end, name in formats_by_ending().items() if name in names}
-    file_format = found.get(path.suffix.lower(), stored if stored in names else None)
+    formats = {end: name for end, name in formats_by_ending().items() if name in names}
+    file_format = formats.get(path.suffix.lower(), stored if stored in names else None)
     if file_format is None:
-        raise UsageError(f"`{key}` must end with {', '.join(found)}, but is {path.name}; rename or convert it")
+        raise UsageError(f"`{key}` must end with {', '.join(formats)}, but is {path.name}; rename or convert it")
     return file_format
 
 

@@ -93,12 +93,12 @@ class Prediction:
             # Rank 0 reads and writes. The other ranks get the rows of a chunk, so they need not see the files.
             while (shared := mesh.on_rank_zero(read)) is not None:
                 with naming_resumption(request, shared["first_row"]):
-                    found = predictor.answers(**shared) if len(shared["places"]) else None
+                    answers = predictor.answers(**shared) if len(shared["places"]) else None
 
                 # A default argument binds the value of this pass of the loop.
-                def write(found: tuple[dict[str, Tensor], EvaluatedSplit] | None = found) -> None:
+                def write(answers: tuple[dict[str, Tensor], EvaluatedSplit] | None = answers) -> None:
                     assert chunk is not None
-                    output.write(chunk, task.readable(*found) if found else [])
+                    output.write(chunk, task.readable(*answers) if answers else [])
 
                 mesh.on_rank_zero(write)
                 bar.update(shown, completed=output.num_done)

@@ -154,9 +154,9 @@ class InputRows:
         """
         request, first = self._request, num_done
         text, skips = text_options(self._data), request.skip_bad_rows
-        for found in read_chunks(request.input, self._format, request.chunk_rows, num_done, request.where, skips, text):
-            errors = {place: row for place, row in enumerate(found) if isinstance(row, DataError)}
-            chunk = Chunk(first, [{} if isinstance(row, DataError) else row for row in found], errors)
+        for part in read_chunks(request.input, self._format, request.chunk_rows, num_done, request.where, skips, text):
+            errors = {place: row for place, row in enumerate(part) if isinstance(row, DataError)}
+            chunk = Chunk(first, [{} if isinstance(row, DataError) else row for row in part], errors)
             sound = [chunk.rows[place] for place in chunk.sound]
             if sound and self._transform is None:
                 self._transform = transform_of(self._data).of_input(sound, self._columns, request.where)
@@ -164,15 +164,15 @@ class InputRows:
             if not (skips and (first or not sound)):
                 self._require_columns(chunk.rows)
             if skips:
-                errors.update(self._find_bad(chunk, 0, len(found)))
+                errors.update(self._find_bad(chunk, 0, len(part)))
             yield chunk
-            first += len(found)
+            first += len(part)
         if not first:
             raise DataError(f"`--input` must hold at least one row, but {request.where} is empty")
 
     def _require_columns(self, rows: Sequence[Row]) -> None:
-        made = () if self._transform is None else self._transform.columns
-        present = dict.fromkeys([*(name for row in rows for name in row), *made])
+        transformed = () if self._transform is None else self._transform.columns
+        present = dict.fromkeys([*(name for row in rows for name in row), *transformed])
         for name in self._columns:
             if name not in present:
                 raise DataError(
@@ -302,14 +302,14 @@ class Output:
             "seed": recipe["training"]["seed"],
         }
 
-    def write(self, chunk: Chunk, found: Sequence[dict[str, Any]]) -> None:
+    def write(self, chunk: Chunk, predictions: Sequence[dict[str, Any]]) -> None:
         """Write the predictions for the sound rows of a chunk, and the errors of bad ones.
 
         Raises:
             DataError: a column of the input has the name of a prediction.
             TrainerError: the file cannot be written.
         """
-        answers = dict(zip(chunk.sound, found, strict=True))
+        answers = dict(zip(chunk.sound, predictions, strict=True))
         answers |= {place: {"error": str(error)} for place, error in chunk.errors.items()}
         text = "".join(json_line(self._merged(row, answers[place])) for place, row in enumerate(chunk.rows))
         with self._must_be_writable():

@@ -167,8 +167,8 @@ def _model_folder(source: Path) -> Path:
             f"`RUN` must hold weights, but {source} holds a graph of ONNX; name the run's folder, or a folder that"
             " `trainer export` wrote without --to onnx"
         )
-    if (found := folder_with(source, CONFIG)) is not None:
-        return found
+    if (holder := folder_with(source, CONFIG)) is not None:
+        return holder
     if not source.is_dir():
         raise UsageError(f"`RUN` must be the folder of a run or of a model, but {source} does not exist; name another")
     raise UsageError(

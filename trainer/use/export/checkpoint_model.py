@@ -141,10 +141,10 @@ class CheckpointModel:
             for name, tensor in base.items()
         ]
         # The hub's model may have changed since; merged with other weights, an adapter is wrong in silence.
-        if (found := joined([own_digest(parts)])) != self.frozen_digest:
+        if (digest := joined([own_digest(parts)])) != self.frozen_digest:
             raise UsageError(
                 "`model.name_or_path` of the run must hold the frozen weights of the training, but their digest is"
-                f" {found} and should be {self.frozen_digest}; restore the weights of"
+                f" {digest} and should be {self.frozen_digest}; restore the weights of"
                 f" {keys.name_or_path or 'model.config'}"
             )
         return base, found_drawn

@@ -150,8 +150,8 @@ def _format(name: str) -> ExportFormat | None:
     if name not in formats:
         names = ", ".join((SAFETENSORS, *formats))
         raise UsageError(f"`--to` must be a registered format, {names}, but is {name!r}; name another")
-    found: ExportFormat = resolved(formats[name])()
-    return found
+    form: ExportFormat = resolved(formats[name])()
+    return form
 
 
 def _write_dtype(config: dict[str, Any], type_: torch.dtype, folder: Path) -> None:
@@ -178,15 +178,15 @@ def _write_weights(model: CheckpointModel, folder: Path, type_: torch.dtype, ada
     merged = MergedWeights(described, available, model.adapter)
 
     def read(name: str) -> Tensor:
-        return merged.merged(name, lambda one: base[one] if one in base else model.read(keys[one]))
+        return merged.merged(name, lambda source: base[source] if source in base else model.read(keys[source]))
 
     if adapter:
         buffers = {name for name, key in keys.items() if key.startswith(BUFFER_PREFIX)}  # those of the base
         # Weights without any part in the base, and those that the base lacks: PEFT must write them whole.
-        own = {name for name in merged.shapes if base.keys().isdisjoint(merged.sources(name))} - buffers | drawn
+        lacking = {name for name in merged.shapes if base.keys().isdisjoint(merged.sources(name))} - buffers | drawn
         names = available.keys() | merged.shapes
         origin, peft_type = model.recipe.model, model.card.peft_type
-        weights = [write_adapter(described, origin, peft_type, names, own, read, folder, type_)]
+        weights = [write_adapter(described, origin, peft_type, names, lacking, read, folder, type_)]
     else:
         weights = plan_files(described, merged.shapes, type_).write(read, folder)
     # A frozen added module stands in no checkpoint, but in the base.

@@ -34,7 +34,7 @@ def write_adapter(
     recipe: Model,
     task_type: str | None,
     available: Collection[str],
-    own: Set[str],
+    lacking: Set[str],
     read: Callable[[str], Tensor],
     folder: Path,
     dtype: torch.dtype,
@@ -46,8 +46,8 @@ def write_adapter(
         recipe: the recipe's `model`, with an adapter and `name_or_path`.
         task_type: PEFT's name of the task; None if it has none.
         available: the names of all tensors; of tied tensors, one name.
-        own: the names of the weights that the base does not hold: trained whole, or drawn from the seed.
-        read: the function that returns a tensor by its name; a weight with a product and in `own` is merged.
+        lacking: the names of the weights that the base does not hold: trained whole, or drawn from the seed.
+        read: the function that returns a tensor by its name; a weight with a product and in `lacking` is merged.
         folder: the existing folder to write to.
 
     Returns:
@@ -59,9 +59,9 @@ def write_adapter(
     """
     products, rows = parts_of_layers(available, ATTRIBUTE), parts_of_layers(available, ROWS)
     # PEFT has no trained rows over a product, so such a layer is written whole.
-    own = own | {f"{layer}.weight" for layer in products.keys() & rows.keys()}
+    lacking = lacking | {f"{layer}.weight" for layer in products.keys() & rows.keys()}
     # `read` merges products and rows into weights that are written whole.
-    whole = {name.removesuffix(".weight") for name in own}
+    whole = {name.removesuffix(".weight") for name in lacking}
     layers = products.keys() - whole
     if not layers:
         raise UsageError(
@@ -69,7 +69,7 @@ def write_adapter(
             " `model.adapter.targets` matches none; export the merged model, without --adapter"
         )
     tied = aliases(model)
-    saved = _whole_modules(model, own, layers)
+    saved = _whole_modules(model, lacking, layers)
     tensors: dict[str, Tensor] = {}
     for layer in sorted(layers):
         tensors |= {f"{layer}.{name}": tensor for name, tensor in _in_peft(products[layer], read).items()}
@@ -79,10 +79,10 @@ def write_adapter(
             tokens[layer] = read(rows[layer]["ids"]).tolist()
             tensors[f"{layer}.token_adapter.trainable_tokens_delta"] = read(rows[layer]["rows"])
     if tokens:
-        _refuse_lost_bias(model, own)
+        _refuse_lost_bias(model, lacking)
     for module in saved:
         for name, parameter in model.get_submodule(module).named_parameters(remove_duplicate=False):
-            tensors[f"{module}.{name}"] = read(next(one for one in tied[parameter] if one in available))
+            tensors[f"{module}.{name}"] = read(next(alias for alias in tied[parameter] if alias in available))
     # A copy, because two tensors of a file may not share memory.
     copies = {f"{_PREFIX}{name}": tensor.to(dtype, copy=True) for name, tensor in tensors.items()}
     save_tensors(copies, folder / _WEIGHTS_NAME, {"format": "pt"})
@@ -91,10 +91,10 @@ def write_adapter(
     return folder / _WEIGHTS_NAME
 
 
-def _refuse_lost_bias(model: Any, own: Set[str]) -> None:
+def _refuse_lost_bias(model: Any, lacking: Set[str]) -> None:
     """Refuse trained rows in a head with a bias, which PEFT leaves out, unless the head is written whole."""
     head = model.get_output_embeddings()
-    is_whole = any(module is head and f"{name}.weight" in own for name, module in model.named_modules())
+    is_whole = any(module is head and f"{name}.weight" in lacking for name, module in model.named_modules())
     if getattr(head, "bias", None) is not None and not is_whole:
         raise UsageError(
             "`--adapter` needs a head without a bias for `model.adapter.trainable_tokens`, because PEFT computes its"
@@ -115,8 +115,8 @@ def _in_peft(parts: Mapping[str, str], read: Callable[[str], Tensor]) -> dict[st
         # [A; A0] and [B, -B0]: their product is B A - B0 A0.
         first = torch.cat([first, product["start_A"]])
         second = torch.cat([second, -product["start_B"]], dim=1)
-    found = {"lora_A.weight": first, "lora_B.weight": second}
-    return found | ({"lora_magnitude_vector": product["magnitude.weight"]} if "magnitude.weight" in product else {})
+    factors = {"lora_A.weight": first, "lora_B.weight": second}
+    return factors | ({"lora_magnitude_vector": product["magnitude.weight"]} if "magnitude.weight" in product else {})
 
 
 def _config(
@@ -143,13 +143,13 @@ def _config(
         # Not the recipe's start, by which PEFT would change the base when it loads the adapter.
         "init_lora_weights": True,
         # PEFT reads the names in both patterns as regular expressions.
-        "alpha_pattern": {re.escape(layer): own for layer, own in alphas.items() if own != alpha},
+        "alpha_pattern": {re.escape(layer): of_layer for layer, of_layer in alphas.items() if of_layer != alpha},
         "lora_alpha": alpha,
         "lora_dropout": adapter.dropout,
         "modules_to_save": saved or None,
         "peft_type": "LORA",
         "r": rank,
-        "rank_pattern": {re.escape(layer): own for layer, own in ranks.items() if own != rank},
+        "rank_pattern": {re.escape(layer): of_layer for layer, of_layer in ranks.items() if of_layer != rank},
         "revision": recipe.revision,
         "target_modules": _shortest(model, layers),
         "task_type": task_type,
@@ -180,33 +180,33 @@ def _most_frequent(values: Iterable[Number]) -> Number:
     return Counter(values).most_common(1)[0][0]
 
 
-def _whole_modules(model: nn.Module, own: Set[str], layers: Collection[str]) -> list[str]:
+def _whole_modules(model: nn.Module, lacking: Set[str], layers: Collection[str]) -> list[str]:
     """Return the largest modules with weights of their own only, or else the modules that hold such a weight."""
     trained, frozen = list[str](), list[str]()
     for names in aliases(model).values():
         # A tied weight is trained by each of its names.
-        (frozen if own.isdisjoint(names) else trained).extend(names)
+        (frozen if lacking.isdisjoint(names) else trained).extend(names)
     # Modules that hold a frozen weight, and those that hold a product.
     mixed, adapted = set(chain.from_iterable(map(prefixes, frozen))), set(chain.from_iterable(map(prefixes, layers)))
-    found: set[str] = set()
+    wholes: set[str] = set()
     for name in sorted(trained):
-        module = next((one for one in prefixes(name)[:-1] if one not in mixed), owner_of(name))
+        module = next((prefix for prefix in prefixes(name)[:-1] if prefix not in mixed), owner_of(name))
         if not module or module in adapted:
             raise UsageError(
                 f"`--adapter` needs trained weights in modules of their own, but PEFT cannot save {name} without"
                 f" {module or 'the whole model'}; export the merged model, without --adapter"
             )
-        found.add(module)
+        wholes.add(module)
     # A module inside of another one is saved with it.
-    found -= {one for one in found if not found.isdisjoint(prefixes(one)[:-1])}
-    _require_own_ends(model, found)
-    return sorted(found)
+    wholes -= {path for path in wholes if not wholes.isdisjoint(prefixes(path)[:-1])}
+    _require_own_ends(model, wholes)
+    return sorted(wholes)
 
 
-def _require_own_ends(model: nn.Module, found: Set[str]) -> None:
+def _require_own_ends(model: nn.Module, wholes: Set[str]) -> None:
     """Refuse a module that other modules end like, because PEFT takes each name as the end of a name."""
-    others = [name for name, _ in model.named_modules() if name not in found]
-    for module in found:
+    others = [name for name, _ in model.named_modules() if name not in wholes]
+    for module in wholes:
         if other := next((name for name in others if name.endswith(module)), None):
             raise UsageError(
                 f"`--adapter` needs names of trained modules that PEFT can tell apart, but it would take {other} for"
