@@ -1,4 +1,4 @@
-"""Generator of the blocks in `README.md`, `CONTRIBUTING.md` and `docs/*.md` that contain facts from the code.
+"""Generator of the blocks in `README.md`, `CONTRIBUTING.md` and the pages that contain facts from the code.
 
 A block lies between `<!-- generated: NAME -->` and `<!-- end -->`. Run `python -m docs.generate` after a change of the
 schema, the command line, the strategies, the schedules, the checks or the shipped recipes. A test fails if a block is
@@ -61,8 +61,9 @@ _BY_DEFAULT = "default_ratio"
 
 
 def pages() -> list[Path]:
-    """Return the pages that may contain generated blocks."""
-    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    """Return the pages that may contain generated blocks: those of `docs/`, then those of features."""
+    of_features = sorted(ROOT.glob("trainer/features/*/page.md"))
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), *of_features]
 
 
 def with_blocks(text: str) -> str:

@@ -1,14 +1,18 @@
-"""What mkdocs does not do by itself: pages link to files of the repository, which the site must then show.
+"""What mkdocs does not do by itself: pages of features, and pages of files that other pages link to.
 
-In the repository a page links to `../launchers/train.py`, and a forge shows it. The site has only what lies in `docs/`,
-so each file that is linked to, and each that the navigation names under `repository/`, gets a page there: Markdown as
-it is, a folder as a list of its files, anything else as a listing. Links in all pages are turned to these.
+The page of a feature is `page.md` in its folder. The site shows it beside the pages of `docs/`.
+
+In the repository a page links to `../launchers/train.py`, and a forge shows it. The site has only the pages of `docs/`
+and of features, so each file that is linked to, and each that the navigation names under `repository/`, gets a page
+there: Markdown as it is, a folder as a list of its files, anything else as a listing. Links in all pages are turned to
+these.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from posixpath import normpath, relpath
 from typing import Any
@@ -22,39 +26,78 @@ _FENCES = re.compile(r"^(?P<fence>```|~~~).*?^(?P=fence)[ ]*$", re.DOTALL | re.M
 _LINK = re.compile(r"\]\((?![a-z]+:|#)(?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?\)")
 
 
+@dataclass(frozen=True)
+class _Places:
+    """Where the site has a file of the repository."""
+
+    of_features: dict[str, str]
+    """The page of the site, by the path of a feature's page in the repository."""
+
+    def in_repository(self, uri: str) -> str:
+        """Return the path of the file that the page `uri` shows."""
+        for path, place in self.of_features.items():
+            if place == uri:
+                return path
+        page = PurePosixPath(uri)
+        return str(page.relative_to(SHOWN) if page.is_relative_to(SHOWN) else DOCS / page)
+
+    def on_site(self, path: str) -> str:
+        """Return the page that shows the file `path` of the repository."""
+        if path in self.of_features:
+            return self.of_features[path]
+        place = PurePosixPath(path)
+        if place.is_relative_to(DOCS):
+            return str(place.relative_to(DOCS))
+        return str(SHOWN / (path if place.suffix == ".md" else f"{path}.md"))
+
+    def target(self, uri: str, link: str) -> str:
+        """Return the path in the repository of what a link in the page `uri` leads to."""
+        return normpath(str(PurePosixPath(self.in_repository(uri)).parent / link))
+
+
+def _places(config: Any) -> _Places:
+    addresses = config.extra["addresses"]
+    pages = sorted(ROOT.glob("trainer/features/*/page.md"))
+    names = {page.relative_to(ROOT).as_posix(): page.parent.name for page in pages}
+    return _Places({path: f"{addresses.get(name, name)}.md" for path, name in names.items()})
+
+
 def on_files(files: Files, config: Any, **_: object) -> Files:
-    """Adds the pages of files outside of `docs/`, those that are linked to from such pages included."""
+    """Adds the pages of features, and of files that are linked to; those linked to from such pages included."""
+    places = _places(config)
+    for path, uri in places.of_features.items():
+        files.append(File.generated(config, uri, abs_src_path=str(ROOT / path)))
     open_ends = [
-        target for page in files.documentation_pages() for target in _outside(page.src_uri, page.content_string)
+        target for page in files.documentation_pages() for target in _outside(places, page.src_uri, page.content_string)
     ]
     in_nav = {path.removeprefix(f"{SHOWN}/") for path in _leaves(config.nav) if path.startswith(f"{SHOWN}/")}
     open_ends += in_nav
     while open_ends:
         path = open_ends.pop()
-        uri = _place(path)
+        uri = places.on_site(path)
         if (ROOT / path).exists() and files.get_file_from_path(uri) is None:
             text = _page_of(path)
             inclusion = InclusionLevel.INCLUDED if path in in_nav else InclusionLevel.NOT_IN_NAV
             files.append(File.generated(config, uri, content=text, inclusion=inclusion))
-            open_ends += _outside(uri, text)
+            open_ends += _outside(places, uri, text)
     return files
 
 
-def on_page_markdown(markdown: str, page: Any, **_: object) -> str:
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: object) -> str:
     """Turns links to the repository's files into links to their pages."""
-    here = page.file.src_uri
+    here, places = page.file.src_uri, _places(config)
 
     def turned(link: re.Match[str]) -> str:
-        place = _place(_repository_path(here, link["target"]))
+        place = places.on_site(places.target(here, link["target"]))
         return f"]({relpath(place, str(PurePosixPath(here).parent))}{link['anchor'] or ''})"
 
     return "".join(text if is_code else _LINK.sub(turned, text) for text, is_code in _pieces(markdown))
 
 
-def _outside(uri: str, markdown: str) -> list[str]:
+def _outside(places: _Places, uri: str, markdown: str) -> list[str]:
     """The files outside of `docs/` that a page links to, relative to the repository."""
     links = (link for text, is_code in _pieces(markdown) if not is_code for link in _LINK.finditer(text))
-    paths = (_repository_path(uri, link["target"]) for link in links)
+    paths = (places.target(uri, link["target"]) for link in links)
     return [path for path in paths if not PurePosixPath(path).is_relative_to(DOCS)]
 
 
@@ -66,21 +109,6 @@ def _pieces(markdown: str) -> Iterator[tuple[str, bool]]:
         yield block[0], True
         end = block.end()
     yield markdown[end:], False
-
-
-def _repository_path(uri: str, target: str) -> str:
-    """What a link in the page `uri` leads to, relative to the repository."""
-    page = PurePosixPath(uri)
-    place = page.relative_to(SHOWN) if page.is_relative_to(SHOWN) else DOCS / page
-    return normpath(str(place.parent / target))
-
-
-def _place(path: str) -> str:
-    """Where the site has what lies at `path` in the repository."""
-    place = PurePosixPath(path)
-    if place.is_relative_to(DOCS):
-        return str(place.relative_to(DOCS))
-    return str(SHOWN / (path if place.suffix == ".md" else f"{path}.md"))
 
 
 def _page_of(path: str) -> str:

@@ -87,12 +87,16 @@ class Page:
     commands: tuple[str, ...]
 
     def __str__(self) -> str:
-        return self.path.name
+        return name_of(self.path)
 
     def to_run(self) -> list[str]:
         """The commands that nothing else covers; a training that an earlier page has is not done again."""
         trained = {command for page in earlier_pages(self) for command in page.commands if TRAINS.search(command)}
         return [command for command in self.commands if not is_covered(command) and command not in trained]
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
 
 
 def shell_pages() -> list[Page]:
@@ -278,7 +282,7 @@ def test_the_methods_have_a_row_for_every_strategy():
 def test_generated_blocks_are_up_to_date():
     for page in pages():
         text = page.read_text(encoding="utf-8")
-        assert text == with_blocks(text), f"{page.name} is out of date: run `python -m docs.generate`"
+        assert text == with_blocks(text), f"{name_of(page)} is out of date: run `python -m docs.generate`"
 
 
 def test_generated_blocks_follow_the_code():
@@ -288,7 +292,7 @@ def test_generated_blocks_follow_the_code():
 
 
 RECIPES = [
-    pytest.param(text, id=page.name)
+    pytest.param(text, id=name_of(page))
     for page in pages()
     for text in re.findall(r"^```jsonc?\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     if '"task"' in text and page not in (README, COMING_FROM)
@@ -333,7 +337,7 @@ def test_the_files_of_the_pages_are_all_there():
     assert folders & {"recipes/", "launchers/", "docker/", "docs/", "tests/"} <= named
 
 
-@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+@pytest.mark.parametrize("page", pages(), ids=name_of)
 def test_links_lead_somewhere(page: Path):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
         if not target.startswith(("http://", "https://", "#")):

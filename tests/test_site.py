@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+import yaml
 from torch import nn
 
 from docs import costs
+from docs.generate import pages
 from tests.helpers.families import CONFIGS
 from tests.helpers.families import build as build_model
 from tests.helpers.processes import ROOT
@@ -31,11 +33,12 @@ from trainer.parallel.row_groups import RowGroups
 from trainer.recipe.schema import Model, Training
 
 DOCS = ROOT / "docs"
-PAGES = sorted(DOCS.glob("*.md"))
+PAGES = [page for page in pages() if page.parent != ROOT]
+ADDRESSES = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["extra"]["addresses"]
 HOLE = "\0"  # in a message of the source, where a value goes
 
 
-def build(docs: Path, site: Path) -> None:
+def build(docs: Path, site: Path, root: Path = ROOT) -> None:
     """As `make docs`.
 
     Raises:
@@ -45,7 +48,7 @@ def build(docs: Path, site: Path) -> None:
     from mkdocs.commands.build import build as build_site
     from mkdocs.config import load_config
 
-    build_site(load_config(str(ROOT / "mkdocs.yml"), docs_dir=str(docs), site_dir=str(site), strict=True))
+    build_site(load_config(str(root / "mkdocs.yml"), docs_dir=str(docs), site_dir=str(site), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +62,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def article(site: Path, page: Path) -> str:
-    name = "" if page.stem == "index" else page.stem
-    html = (site / name / "index.html").read_text(encoding="utf-8")
+    html = (site / address(page) / "index.html").read_text(encoding="utf-8")
     return html[html.index("<article") : html.index("</article>")]
+
+
+def address(page: Path) -> str:
+    if page.parent != DOCS:
+        return ADDRESSES.get(page.parent.name, page.parent.name)
+    return "" if page.stem == "index" else page.stem
 
 
 def without_code(markdown: str) -> str:
@@ -76,7 +84,7 @@ def test_the_site_builds_and_needs_no_other_server(site: Path):
         assert not re.search(r"url\(\"?(?:https?:)?//", style.read_text(encoding="utf-8")), style
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_the_site_renders_tables_and_lists(page: Path, site: Path):
     text, html = without_code(page.read_text(encoding="utf-8")), article(site, page)
     assert html.count("<table>") == len(re.findall(r"^\|(?: ?:?-+:? ?\|)+$", text, re.MULTILINE))
@@ -92,6 +100,29 @@ def test_a_file_of_the_repository_has_its_page(site: Path):
     assert "scontrol" in shown
     assert 'href="../repository/launchers/slurm.sbatch/"' in article(site, DOCS / "launching.md")
     assert 'href="../../pipeline/"' in (site / "repository" / "CONTRIBUTING" / "index.html").read_text(encoding="utf-8")
+
+
+def test_the_page_of_a_feature_is_beside_those_of_docs(site: Path):
+    features = ROOT / "trainer" / "features"
+    assert 'href="../pipeline/"' in article(site, features / "vision" / "page.md")
+    assert 'href="../vision/"' in article(site, DOCS / "predict.md")
+    assert 'href="../embeddings/"' in article(site, features / "rerankers" / "page.md")
+    assert 'href="../tokens/"' in (site / "repository" / "index.html").read_text(encoding="utf-8")
+    assert ADDRESSES.keys() <= {page.parent.name for page in PAGES}
+    assert not list(site.glob("repository/trainer/features/*/page"))
+
+
+def test_a_deleted_page_of_a_feature_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    for name in ("docs", "trainer"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "vision"))
+    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+    for path in ROOT.glob("[!.]*"):
+        if path.name not in ("docs", "trainer", "mkdocs.yml", "runs", "site"):
+            (tmp_path / path.name).symlink_to(path)
+    with pytest.raises(pytest.importorskip("mkdocs.exceptions").Abort):
+        build(tmp_path / "docs", tmp_path / "site", tmp_path)
+    assert "'vision.md' is included in the 'nav'" in caplog.text
+    assert "'predict.md' contains a link 'repository/trainer/features/vision/page.md'" in caplog.text
 
 
 def test_links_that_lead_nowhere_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -21,7 +21,7 @@ class StreamKeys(FileData):
 
     streaming: bool = False
     """Read the training split window by window: Parquet or JSON Lines, also from URLs such as
-    `s3://bucket/part-*.parquet`; see docs/streams.md."""
+    `s3://bucket/part-*.parquet`; see trainer/features/streams/page.md."""
     shuffle_window: int = Field(16_384, ge=1)
     """With `streaming`: rows that are shuffled together."""
 
