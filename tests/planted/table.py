@@ -92,7 +92,7 @@ _RANKS = [
         "rank_of_an_earlier_start_counted",
         "A rank answers a roll call that does not name its process.",
         "ranks/roll_call.py",
-        'if roll != self._roll and self._store.get(f"{roll}/name/{self._rank}").decode() == self._own:',
+        'if roll != self._roll and self._store.get(f"{roll}/name/{self._rank}").decode() == self._token:',
         "if roll != self._roll:",
         ("ranks/test_roll_call.py",),
     ),

@@ -74,7 +74,7 @@ class Disk(WritingTier[list[WrittenFile]]):
             self.store.open()
             return self.store.make_marker()
 
-    def found(self) -> list[Found]:
+    def checkpoints(self) -> list[Found]:
         return [Found(step, f"the checkpoint {self.store.path(step)}") for step in self._mesh.share(self.store.steps())]
 
     def read(self, checkpoint: Found) -> tuple[SavedBoxes | None, list[str]]:

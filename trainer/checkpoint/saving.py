@@ -87,7 +87,7 @@ class Saver:
         """
         # The slowest first: copies fill an empty folder on the disk, and memory reads its key from that folder.
         notes = [note for tier in reversed(self.tiers) for note in tier.open(mode == "auto")]
-        candidates = [(tier, candidate) for tier in self.tiers for candidate in tier.found()]
+        candidates = [(tier, candidate) for tier in self.tiers for candidate in tier.checkpoints()]
         candidates.sort(key=lambda pair: pair[1].step, reverse=True)  # of equal steps, the faster tier stays first
         step = None
         for tier, candidate in candidates:

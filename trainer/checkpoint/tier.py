@@ -49,7 +49,7 @@ class Tier:
         """Make the place ready, and return notes for the user; `resumes`: whether the run may resume."""
         return []
 
-    def found(self) -> Sequence[Found]:
+    def checkpoints(self) -> Sequence[Found]:
         """Return the complete checkpoints, in order of preference where steps are equal."""
         return ()
 

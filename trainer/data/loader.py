@@ -128,7 +128,7 @@ class TrainLoader:
     pin_memory: bool = False
     masking: TokenMasking | None = None
     ahead_to: torch.device | None = None
-    _made: dict[int, RankBatch] = field(default_factory=dict, init=False, repr=False)  # by step, until they are used
+    _kept: dict[int, RankBatch] = field(default_factory=dict, init=False, repr=False)  # by step, until they are used
 
     @property
     def _steps(self) -> range:
@@ -146,7 +146,7 @@ class TrainLoader:
         """Return the part of this rank of the global batch of `step` (from 0); without workers, iterations share it."""
         microbatches = self[step]
         if not self.num_workers:
-            self._made[step] = microbatches
+            self._kept[step] = microbatches
         return microbatches
 
     def __iter__(self) -> Iterator[RankBatch]:
@@ -155,9 +155,9 @@ class TrainLoader:
         self.rows.close()
 
     def __getitem__(self, step: int) -> RankBatch:
-        if step in self._made:
+        if step in self._kept:
             # Made for a preview; popped, so that it does not stay in memory.
-            return self._made.pop(step)
+            return self._kept.pop(step)
         rows = self.rows.of_step(step)
         split, row_ids = rows.split, rows.row_ids
         require_fitting_rows(split, self.plan, row_ids)

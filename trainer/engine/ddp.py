@@ -57,7 +57,7 @@ class GradientPlaces:
     """The places of gradients in DDP's buckets, into which a backward pass may write them without a copy by DDP."""
 
     def __init__(self) -> None:
-        self._found: dict[Tensor, Tensor] = {}
+        self._views: dict[Tensor, Tensor] = {}
         self._known: set[int] = set()  # the buckets with known places
         self._is_first = True
 
@@ -67,12 +67,12 @@ class GradientPlaces:
             self._is_first = not bucket.is_last()
         elif bucket.index() not in self._known:
             self._known.add(bucket.index())
-            self._found.update(zip(bucket.parameters(), bucket.gradients(), strict=True))
+            self._views.update(zip(bucket.parameters(), bucket.gradients(), strict=True))
         return bucket
 
     def of(self, parameter: Tensor) -> Tensor | None:
         """Return the place of a gradient; None if it is unknown, or has the sum of earlier passes."""
-        place = self._found.get(parameter) if parameter.grad is None else None
+        place = self._views.get(parameter) if parameter.grad is None else None
         return None if place is None else place.detach()  # autograd takes over a tensor that nobody else holds
 
 

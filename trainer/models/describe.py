@@ -85,9 +85,9 @@ class ModelDescription:
             UsageError: transformers cannot build it.
         """
         with self.explained(), torch.device("meta"):
-            return self.made()
+            return self.instantiate()
 
-    def made(self) -> nn.Module:
+    def instantiate(self) -> nn.Module:
         """Return the whole model as transformers makes it, with random weights."""
         # A copy, because a model keeps its configuration, and may change it.
         model: nn.Module = self.model_class._from_config(copy.deepcopy(self.config), **self.keyword_arguments)

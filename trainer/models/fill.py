@@ -102,7 +102,7 @@ def load_whole(described: ModelDescription) -> tuple[nn.Module, list[str], list[
         # transformers draws weights that a checkpoint lacks; `draw_weights` replaces them by layout-invariant ones.
         torch.manual_seed(seed)
         if recipe.is_random:
-            model = described.made()
+            model = described.instantiate()
             drawn = [name for name, _ in model.named_parameters()]
             draw_weights(model, drawn, seed)
             return model, drawn, []
@@ -291,7 +291,7 @@ def _empty_parts(
     if described.recipe.is_random:
         try:
             with torch.device("meta"):
-                model = described.made()
+                model = described.instantiate()
         except RuntimeError as error:
             raise CannotLoadPartsError(f"transformers cannot make it on meta ({one_line(error)})") from error
         sources, lacking = _Sources(missing=[name for name, _ in model.named_parameters()]), []
@@ -468,11 +468,11 @@ class _Parts:
         held: dict[str, list[str]] = {}  # names in this model, by the first name in the whole model
         for name, _ in self.model.named_parameters(remove_duplicate=False):
             held.setdefault(origins.get(name) or first[name], []).append(name)
-        self._own = {name: held[origin] for name, origin in first.items() if origin in held}
+        self._held = {name: held[origin] for name, origin in first.items() if origin in held}
         self._buffers = {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
 
     def holds(self, name: str) -> bool:
-        return name in self._own
+        return name in self._held
 
     def read(self, stored: StoredWeights, renamed: Mapping[str, str]) -> None:
         """Fill the tensors that need no conversion; tensors of other stages are not read."""
@@ -485,7 +485,7 @@ class _Parts:
             elif name in self._in_parts or (self.holds(name) and name in self.starts):
                 self.fill_whole(name, stored.read(key))  # a scale belongs to elements of several shards
             elif self.holds(name):
-                self._set(self._own[name], stored.read(key, self._placement(name), self.placed.cut))
+                self._set(self._held[name], stored.read(key, self._placement(name), self.placed.cut))
             elif name in self._buffers:
                 self.model.get_buffer(name).copy_(stored.read(key))
             elif is_wanted:
@@ -528,7 +528,7 @@ class _Parts:
                 replace_in(whole, name, empty)
 
     def is_filled(self, name: str) -> bool:
-        first = self._own[name][0]
+        first = self._held[name][0]
         return not self.model.get_parameter(first).is_meta if self.shards is None else first in self.shards
 
     def require_filled(self) -> None:
@@ -552,7 +552,7 @@ class _Parts:
         if in_parts is not None:
             self._set_parts(name, in_parts.encoded(whole))
         else:
-            self._set(self._own[name], self._shard(self.placed.cut.part(whole, self._placement(name))))
+            self._set(self._held[name], self._shard(self.placed.cut.part(whole, self._placement(name))))
 
     def _shard(self, part: Tensor) -> Tensor:
         shard = self.placed.cut.shard
@@ -563,7 +563,7 @@ class _Parts:
         return part[first:last].clone()  # the other rows can go
 
     def _placement(self, name: str) -> ParameterPlacement:
-        return next(self._placements[held] for held in self._own[name] if held in self._placements)
+        return next(self._placements[held] for held in self._held[name] if held in self._placements)
 
     def _fill_encoded(self, name: str, parts: Mapping[str, Tensor]) -> None:
         """Fill a weight that is encoded already, and the parameters of its adapter."""

@@ -198,11 +198,11 @@ class SharedWeights(StoredWeights):
     def __init__(self, files: Sequence[str | Path], node: NodeRanks) -> None:
         self._node = node
         self._paths = files
-        self._own: StoredWeights | None = None  # of the reader
+        self._opened: StoredWeights | None = None  # of the reader
 
         # Only the reader of the node runs it; the others get shapes and names of types.
         def open_files() -> dict[str, tuple[tuple[int, ...], str]]:
-            self._own = opened = StoredWeights(files)
+            self._opened = opened = StoredWeights(files)
             return {
                 key: (shape, str(opened.dtypes[key]).removeprefix("torch.")) for key, shape in opened.shapes.items()
             }
@@ -225,8 +225,8 @@ class SharedWeights(StoredWeights):
 
     @property
     def _reader(self) -> StoredWeights:
-        assert self._own is not None, "another rank reads"
-        return self._own
+        assert self._opened is not None, "another rank reads"
+        return self._opened
 
     def _copy(self, key: str, targets: Sequence[tuple[Index, Tensor]]) -> None:
         num_rows = self.shapes[key][0] if self.shapes[key] else 1

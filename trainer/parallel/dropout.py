@@ -70,7 +70,7 @@ class _Draws:
     def __init__(self, keys: DropoutKeys, key: MicrobatchKey) -> None:
         self.key = key
         self._keys = keys
-        self.made: list[_Call] = []  # outside of compiled layers, in order
+        self.eager_calls: list[_Call] = []  # outside of compiled layers, in order
         self.calls_of_layers: Counter[int] = Counter()  # of compiled ones
         calls, of_calls = keys.known(key.step, key.rows.device)
         self.table = self._row_keys_of(of_calls) if calls else of_calls.new_empty(0, len(key.rows) + 1)
@@ -78,7 +78,7 @@ class _Draws:
 
     def row_keys(self, call: _Call) -> Tensor:
         """Return the keys for a call of a site, int64 `[batch + 1]`; the last is that of a mask that all rows share."""
-        self.made.append(call)
+        self.eager_calls.append(call)
         kept = self._row_keys.get(call)
         if kept is None:
             keys = torch.full((1, 1), self._keys.learn(call, self.key.step), device=self.key.rows.device)
@@ -176,10 +176,10 @@ class DropoutKeys:
         """Return a function that returns the places of the calls that were made since, among all known calls."""
         draws = self._now.draws
         assert draws is not None, "a layer ran outside of a microbatch"
-        first = len(draws.made)
+        first = len(draws.eager_calls)
 
         def places() -> slice:
-            calls, places = draws.made[first:], {call: place for place, call in enumerate(self._calls)}
+            calls, places = draws.eager_calls[first:], {call: place for place, call in enumerate(self._calls)}
             start = places[calls[0]] if calls else 0
             # A compiled layer reads its keys from one slice in order, so its calls must be neighbours among the known
             # ones.

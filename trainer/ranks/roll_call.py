@@ -26,10 +26,10 @@ class RollCall:
         self._store = store
         self._rank = rank
         self._size = size
-        self._own = secrets.token_hex(8)
+        self._token = secrets.token_hex(8)
         self._names: list[str] = []
         self._roll = ""
-        store.set(_process(rank), self._own)
+        store.set(_process(rank), self._token)
         enter(store, _ARRIVED, rank)
 
     def wait(self, until: float) -> str | None:
@@ -55,7 +55,7 @@ class RollCall:
 
     def _is_complete(self) -> bool:
         # A later process with this rank has replaced the name.
-        if self._store.get(_process(self._rank)).decode() != self._own:
+        if self._store.get(_process(self._rank)).decode() != self._token:
             raise two_processes(self._rank)
         if self._rank == 0:
             self._publish_names()
@@ -84,7 +84,7 @@ class RollCall:
             return
         roll = self._store.get("roll").decode()
         # A roll that names an earlier process of this rank is out of date; rank 0 will publish another one.
-        if roll != self._roll and self._store.get(f"{roll}/name/{self._rank}").decode() == self._own:
+        if roll != self._roll and self._store.get(f"{roll}/name/{self._rank}").decode() == self._token:
             self._roll = roll
             enter(self._store, self._answers, self._rank)
 

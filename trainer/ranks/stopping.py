@@ -92,7 +92,7 @@ class StopRequest:
         self._speaks = False
         self._clock = clock
         self._next_look = 0.0
-        self._found = 0
+        self._of_file = 0
 
     def __enter__(self) -> StopRequest:
         return self
@@ -114,8 +114,8 @@ class StopRequest:
         if self._folder is not None and self._clock() >= self._next_look:
             self._next_look = self._clock() + _LOOK_SECONDS
             # The table has `stop` first, which wins.
-            self._found = next((number for number, name in _FILES.items() if (self._folder / name).exists()), 0)
-        return max(self.received, self._found)
+            self._of_file = next((number for number, name in _FILES.items() if (self._folder / name).exists()), 0)
+        return max(self.received, self._of_file)
 
     def wait(self, seconds: float) -> None:
         """Wait until a signal has been received, at most for that time."""
@@ -129,7 +129,7 @@ class StopRequest:
             for number in numbers:
                 with suppress(OSError):
                     (self._folder / _FILES[number]).unlink()
-            self._next_look = self._found = 0
+            self._next_look = self._of_file = 0
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()

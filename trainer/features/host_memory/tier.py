@@ -180,7 +180,7 @@ class HostMemory(WritingTier[None]):
                 " set `checkpoint.memory` to null"
             ) from error
 
-    def found(self) -> list[FoundShares]:
+    def checkpoints(self) -> list[FoundShares]:
         """See `Tier`; of equal steps, that of as many ranks is preferred."""
         # One rank of each host looks, because `held_in` also removes the remains of killed runs.
         held = held_in(self._root) if self._leads else {}

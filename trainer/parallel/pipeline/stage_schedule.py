@@ -67,7 +67,7 @@ class PipelineDriver:
         self._group = group
         self._device = device
         self._loss: LossFunction
-        self._made: dict[bool, tuple[Shapes, Any]] = {}  # the last schedules of training and evaluation
+        self._schedules: dict[bool, tuple[Shapes, Any]] = {}  # the last schedules of training and evaluation
         self._is_connected = False
         self.clock = BusyClock(device)
 
@@ -114,8 +114,8 @@ class PipelineDriver:
 
     def _schedule(self, shapes: Shapes, is_training: bool) -> Any:
         """Return torch's schedule for these shapes; the last one is kept."""
-        made_for, schedule = self._made.get(is_training, ((), None))
-        if made_for == shapes:
+        last_shapes, schedule = self._schedules.get(is_training, ((), None))
+        if last_shapes == shapes:
             return schedule
         stages = [self._stage(index, shapes, is_training) for index in self._stages]
         # These two classes of torch take one stage, and the others take a list.
@@ -126,7 +126,7 @@ class PipelineDriver:
             loss_fn=self._loss_of_pass if is_training else None,
             scale_grads=False,  # the losses are sums and already divided
         )
-        self._made[is_training] = (shapes, schedule)
+        self._schedules[is_training] = (shapes, schedule)
         # The stages that were just made vote in their first pass; those of later shapes need no vote.
         self._is_connected = True
         return schedule
