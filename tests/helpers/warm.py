@@ -101,8 +101,14 @@ def start(
     return WarmProcess(words, processes.environment(**variables), program or _program(faulty), node)
 
 
-def start_on_terminal(arguments: Sequence[object], columns: int = 120, faulty: bool = False) -> tuple[BaseProcess, int]:
-    """Start `trainer` with a terminal of its own; return the process and the descriptor of the terminal."""
+def start_on_terminal(
+    arguments: Sequence[object], columns: int = 120, faulty: bool = False, program: str = ""
+) -> tuple[BaseProcess, int]:
+    """Start `trainer`, or another program as `start` does, with a terminal of its own.
+
+    Returns:
+        The process, and the descriptor of the terminal.
+    """
     terminal, child_end = pty.openpty()
     fcntl.ioctl(child_end, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     variables = processes.environment(TERM="xterm-256color")
@@ -110,7 +116,7 @@ def start_on_terminal(arguments: Sequence[object], columns: int = 120, faulty: b
         variables.pop(name, None)
     end = Connection(child_end)
     words = [str(word) for word in arguments]
-    process = forking().Process(target=_run_on_terminal, args=(words, variables, _program(faulty), end))
+    process = forking().Process(target=_run_on_terminal, args=(words, variables, program or _program(faulty), end))
     process.start()
     end.close()
     return process, terminal
