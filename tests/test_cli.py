@@ -51,7 +51,15 @@ COUNTED = (
 )
 
 
-@pytest.mark.parametrize("arguments", [*LIGHT, ["convert", "launchers/accelerate_multi_gpu.yaml"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        # The other verbs import all that these do.
+        *(pytest.param(words, marks=pytest.mark.slow if words in LIGHT[:4] else ()) for words in LIGHT),
+        ["convert", "launchers/accelerate_multi_gpu.yaml"],
+    ],
+    ids=" ".join,
+)
 def test_light_verbs_import_nothing_heavy_and_do_little(arguments: list[str]) -> None:
     """Count calls and returns in place of seconds, which depend on the machine, its disk and its neighbours."""
     done = finish(start([sys.executable, "-c", COUNTED, "-", *arguments]))
@@ -420,7 +428,7 @@ def test_a_reader_that_stops_reading_is_no_error() -> None:
     assert done.stderr == ""
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+@pytest.mark.parametrize("encoding", [pytest.param("utf-8", marks=pytest.mark.slow), "ascii"])
 def test_every_name_can_be_shown(tmp_path: Path, encoding: str) -> None:
     path = os.path.join(os.fsencode(tmp_path), b"\xff\xc3\xa9.json")  # not UTF-8
     Path(os.fsdecode(path)).write_text('{"extends": "bert_base_mrpc"}')
