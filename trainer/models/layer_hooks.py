@@ -58,7 +58,7 @@ class Stacks:
         layers: all repeated layers of the model in order, by their names in the model.
         tensor: the tensor ranks.
         sequence: whether they shard the positions.
-        cut_layers: returns the cut of a stack over context ranks; None without them.
+        layer_cuts: the cuts over context ranks, by the names of the modules that hold a stack; empty without these.
     """
 
     def __init__(
@@ -66,13 +66,12 @@ class Stacks:
         layers: Mapping[str, nn.Module],
         tensor: Group,
         sequence: bool,
-        cut_layers: Callable[[], LayerCut] | None,
+        layer_cuts: Mapping[str | None, LayerCut],
     ) -> None:
         self._layers = dict(layers)
-        # The layers of a stack have one parent, such as the encoder.
-        stacks: dict[str | None, None] = dict.fromkeys(map(owner_of, layers))
-        self._layer_cuts = {stack: cut_layers() for stack in stacks} if cut_layers else {}
-        self._sequences = {stack: SequenceCut(tensor, self._layer_cuts.get(stack)) for stack in stacks if sequence}
+        self._layer_cuts = layer_cuts
+        stacks: dict[str | None, None] = dict.fromkeys(map(owner_of, layers)) if sequence else {}
+        self._sequences = {stack: SequenceCut(tensor, layer_cuts.get(stack)) for stack in stacks}
 
     def sequence_of(self, name: str) -> SequenceCut | None:
         """Return the cut over tensor ranks of the stack with the module `name`; None without one, or in no layer."""

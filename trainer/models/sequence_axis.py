@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from trainer.base.extensions import registered, resolved
@@ -19,11 +18,19 @@ class SequenceAxis(ABC):
 
     @abstractmethod
     def check(self, model_type: str) -> None:
-        """Refuse a family that it does not cut."""
+        """Refuse a family that it does not cut.
+
+        Raises:
+            UsageError: it does not cut the family.
+        """
 
     @abstractmethod
-    def prepare(self, config: Any, groups: RowGroups) -> Callable[[], LayerCut]:
-        """Set the function of a model's attention, and return a function that makes the cut of a stack of layers."""
+    def set_attention(self, config: Any, groups: RowGroups) -> None:
+        """Set the function of attention in the configuration of a model."""
+
+    @abstractmethod
+    def layer_cut(self, config: Any, groups: RowGroups) -> LayerCut:
+        """Return the cut of a stack of layers; each stack has another, because lengths of sequences differ."""
 
     @abstractmethod
     def notes(self, config: Any, layout: Layout) -> list[str]:

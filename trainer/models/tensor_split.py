@@ -26,7 +26,7 @@ from trainer.models.families.family import TensorPlan, matches, relative_name
 from trainer.models.families.table import FAMILIES, family_of, layers_of
 from trainer.models.forward_context import run_within
 from trainer.models.layer_hooks import HIDDEN_STATES, Stacks, change_inputs
-from trainer.models.names import prefixes, replace_in, tied_names
+from trainer.models.names import owner_of, prefixes, replace_in, tied_names
 from trainer.models.sequence_axis import sequence_axis
 from trainer.models.vector_scale import scale_of
 from trainer.parallel.communication import copy_to_group, in_product_type
@@ -43,7 +43,7 @@ from trainer.parallel.placement import (
     whole,
 )
 from trainer.parallel.row_groups import RowGroups
-from trainer.parallel.sharded_sequence import SequenceCut
+from trainer.parallel.sharded_sequence import LayerCut, SequenceCut
 from trainer.parallel.shards.slices import part_of
 from trainer.parallel.tensor.embedding import FeatureParallelEmbedding, VocabParallelEmbedding
 from trainer.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
@@ -318,10 +318,15 @@ def _plan_of(model: Any) -> TensorPlan:
 
 def _stacks(model: nn.Module, groups: RowGroups, sequence: bool) -> Stacks:
     """Return the stacks of layers with their sequence cuts; context ranks choose the function of attention."""
-    cut_layers = sequence_axis().prepare(model.config, groups) if group_size(groups.context) > 1 else None
-    layers = {id(layer) for layer in layers_of(model).values()} if sequence or cut_layers else set()
+    axis = sequence_axis() if group_size(groups.context) > 1 else None
+    layers = {id(layer) for layer in layers_of(model).values()} if sequence or axis else set()
     named = {name: module for name, module in model.named_modules() if id(module) in layers}
-    return Stacks(named, groups.tensor, sequence, cut_layers)
+    layer_cuts: dict[str | None, LayerCut] = {}
+    if axis is not None:
+        axis.set_attention(model.config, groups)
+        # The layers of a stack have one parent, such as the encoder.
+        layer_cuts = {stack: axis.layer_cut(model.config, groups) for stack in dict.fromkeys(map(owner_of, named))}
+    return Stacks(named, groups.tensor, sequence, layer_cuts)
 
 
 def _places(model: nn.Module) -> Iterable[_Place]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from trainer.base.errors import UsageError
@@ -43,13 +41,18 @@ class ContextAxis(SequenceAxis):
                 " `activation_checkpointing` full for long sequences"
             )
 
-    def prepare(self, config: Any, groups: RowGroups) -> Callable[[], LayerCut]:
-        split = split_of(config, group_size(groups.tensor), group_size(groups.context))
+    def set_attention(self, config: Any, groups: RowGroups) -> None:
         # transformers looks up the function of this name in each forward pass.
-        config._attn_implementation = RING_ATTENTION if split.ring > 1 else HEADS_ATTENTION
-        return partial(ContextCut, groups.context, split)
+        config._attn_implementation = RING_ATTENTION if _split(config, groups).ring > 1 else HEADS_ATTENTION
+
+    def layer_cut(self, config: Any, groups: RowGroups) -> LayerCut:
+        return ContextCut(groups.context, _split(config, groups))
 
     def notes(self, config: Any, layout: Layout) -> list[str]:
         if not is_supported(config.model_type):
             return []
         return [f"context {layout.cp}: {split_of(config, layout.tp, layout.cp)}"]
+
+
+def _split(config: Any, groups: RowGroups) -> ContextSplit:
+    return split_of(config, group_size(groups.tensor), group_size(groups.context))
