@@ -204,7 +204,8 @@ def variables_set(values: Mapping[str, str]) -> Iterator[None]:
 
 def without_ranks(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables for a child process that is no rank and sees no GPU."""
-    of_launchers = ("TORCHELASTIC_", "ACCELERATE_", "OMPI_COMM_", "PMI_", "MPI_", "MV2_COMM_", "SLURM_")
+    registered = [row.prefix for row in rows_of("launcher", _Row).values()]
+    of_launchers = ("TORCHELASTIC_", "OMPI_COMM_", "PMI_", "MPI_", "MV2_COMM_", *registered)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
     kept = {key: value for key, value in environ.items() if key not in names and not key.startswith(of_launchers)}
     return {**kept, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
