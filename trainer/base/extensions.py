@@ -149,14 +149,14 @@ def consume(kind: Kind, consumer: Consumer, finish: Callable[[], object] | None 
         UsageError: The consumer refuses an earlier registration.
     """
 
-    def consume_one(registration: Registration) -> None:
+    def consume_later(registration: Registration) -> None:
         consumer(registration)
         if finish is not None:
             finish()
 
     for registration in registered(kind):
         consumer(registration)
-    _consumers.setdefault(kind, []).append(consume_one)
+    _consumers.setdefault(kind, []).append(consume_later)
 
 
 def registered(kind: Kind | None = None) -> list[Registration]:

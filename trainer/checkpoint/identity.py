@@ -38,7 +38,7 @@ def identity(
         second: facts of a second model that stand for keys of the recipe, by section and key.
     """
     sections = recipe.model_dump(mode="json", exclude=set(_HOW))
-    for section, keys in (("training", _HOW_TRAINING), ("model", _WHERE_MODEL), ("task", _of_task())):
+    for section, keys in (("training", _HOW_TRAINING), ("model", _WHERE_MODEL), ("task", _how_task())):
         for key in keys:
             sections[section].pop(key, None)
     for section, facts in second.items():
@@ -53,7 +53,8 @@ def identity(
     return {**sections, "data": data}
 
 
-def _of_task() -> tuple[str, ...]:
+def _how_task() -> tuple[str, ...]:
+    """Return the keys of `task` that a resumed run may change: metrics, and those of output heads."""
     return ("metrics", *(row.name.removeprefix("task.") for row in registered("head")))
 
 

@@ -44,16 +44,18 @@ class LossScaler(Protocol):
     def state(self) -> dict[str, float]:
         """Return the state for a checkpoint, by name, after all steps are settled."""
 
-    def load_state(self, scalars: Mapping[str, float]) -> None: ...
+    def load_state(self, scalars: Mapping[str, float]) -> None:
+        """Restore the result of `state`."""
 
 
 class NarrowPrecision(Protocol):
     """A precision with a smaller range than fp32, registered as `precision` by its name in a recipe."""
 
     def widen(self, model: nn.Module) -> None:
-        """Let the layers of a model compute gradients of weights in fp32; `forward` of the model stays."""
+        """Let the layers of a model compute gradients of weights in fp32; the model itself keeps its `forward`."""
 
-    def scaler(self, device: torch.device) -> LossScaler: ...
+    def scaler(self, device: torch.device) -> LossScaler:
+        """Return the factor of the loss before the first step."""
 
 
 def narrow_precision(name: str) -> NarrowPrecision | None:

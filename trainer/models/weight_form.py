@@ -41,14 +41,21 @@ class WeightForm:
         raise NotImplementedError
 
     def encoded(self, model: nn.Module, weights: Mapping[str, Tensor], already: PartsByName) -> dict[str, Tensor]:
-        """Return weights by name, with those encoded that are so in `model`; `already` has those encoded before."""
+        """Return weights by name; those that are encoded in `model` are replaced by their tensors.
+
+        Args:
+            already: tensors of weights that files hold in this form, so that they are not encoded again.
+        """
         raise NotImplementedError
 
     def peft_config(self, plain: nn.Module, model: nn.Module) -> Mapping[str, Any]:
-        """Return the `quantization_config` of transformers with which PEFT computes as `model`, made of `plain`.
+        """Return the `quantization_config` of transformers with which PEFT computes as `model` does.
+
+        Args:
+            plain: the model before `replace_layers`.
 
         Raises:
-            UsageError: there is none.
+            UsageError: PEFT cannot compute so.
         """
         raise NotImplementedError
 
@@ -64,7 +71,7 @@ class WeightForm:
         renamed: Mapping[str, str],
         shapes: Mapping[str, tuple[int, ...]],
     ) -> Any:
-        """Return the tensors of files (`StoredWeights`) with those that are in the form already.
+        """Return the tensors of files (`StoredWeights`), opened so that encoded weights have their whole shapes.
 
         Args:
             stored: the tensors of files, as they are.
@@ -79,7 +86,7 @@ class WeightForm:
 
     @staticmethod
     def reads(recipe: Model, place: str, described: Mapping[str, Any]) -> bool:
-        """Return whether it reads files with this `quantization_config`.
+        """Return whether this form reads files with the `quantization_config` `described`.
 
         Raises:
             UsageError: the recipe does not ask for this form, or no form reads such files.

@@ -174,7 +174,7 @@ def callbacks_of(objects: Sequence[Any]) -> Callbacks:
     """Return the callbacks of the objects that `trainer.run` gets.
 
     Raises:
-        UsageError: No folder registers callbacks, or an object is none.
+        UsageError: No folder registers callbacks, or an object is no callback.
     """
     if not objects:
         return NO_CALLBACKS

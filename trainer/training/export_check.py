@@ -1,4 +1,4 @@
-"""Checks of an exported folder before it is kept, and the certificate of a check that found the trained model."""
+"""Checks of an exported folder before it is kept, and the certificate of equal models."""
 
 from __future__ import annotations
 
@@ -10,9 +10,17 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Certificate:
-    """The result of a comparison that found the same model.
+    """The result of a comparison in which both models were equal.
 
-    `metrics` holds for each metric the value of the exported model, and that of the trained one.
+    Attributes:
+        by: the program that opened the folder, as the subject of a sentence.
+        rows: the rows of the comparison, for people.
+        difference: the largest difference of an output.
+        largest: the largest output.
+        metrics: for each metric, the value of the exported model and that of the trained model.
+        num_texts: the texts with the same tokens as in the training.
+        versions: the versions of packages by their names.
+        command: the command that repeats the comparison; empty: there is none.
     """
 
     by: str

@@ -11,7 +11,7 @@ from trainer.recipe.registered import all_of
 class Counterpart(Protocol):
     """The key of a recipe for a key of another tool; or None, and the reason in `note`.
 
-    Its text follows the other tool's key in a message.
+    In a message, its `str` follows the key of the other tool.
     """
 
     key: str | None
@@ -30,7 +30,7 @@ class OtherTools(Protocol):
         """
 
     def file_problem(self, keys: Set[str], file: str) -> str | None:
-        """Return the words on a file with these keys, which are not of a recipe; None: most are of no tool."""
+        """Return the problem of a file with these keys, which no recipe has; None: most of them are of no tool."""
 
 
 def _modules() -> list[OtherTools]:
