@@ -19,7 +19,7 @@ def written_through() -> list[str]:
     return sorted({"checkpoints", "ranks", *of_targets})
 
 
-def refuse_link(place: Path) -> None:
+def require_no_link(place: Path) -> None:
     """Refuse a link at a place in a run's folder.
 
     Raises:
@@ -51,7 +51,7 @@ class FolderOwner:
             UsageError: the folder cannot be written, or a link stands where the run would write.
         """
         for place in (self._folder / name for name in written_through()):
-            refuse_link(place)
+            require_no_link(place)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             if not self._lock.take(self._wait_seconds):

@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from trainer.base.disk import remove, replace_text
-from trainer.checkpoint.owner import refuse_link
+from trainer.checkpoint.owner import require_no_link
 from trainer.observe.observer import Observer
 from trainer.observe.records import RunInfo, SummaryRow
 from trainer.observe.summary import TEXT_WIDTH
@@ -38,7 +38,7 @@ class Profiler(Observer):
         self._result: SummaryRow | None = None
 
     def start(self, run: RunInfo) -> None:
-        refuse_link(self._folder)
+        require_no_link(self._folder)
 
     def doing(self, step: int, what: str) -> None:
         # `step` counts the steps that are done, so step n runs after n - 1 of them.
