@@ -32,7 +32,7 @@ Kind = Literal[
     "exclusions",  # a group of `recipe/exclusions.json`
     "rule",  # a rule, by its keys, such as "data.streaming task"; it gets their sections
     "recipes",  # a folder of recipes
-    "recipe_format",  # a reader of recipes, by the ending of a file
+    "recipe_format",  # a `RecipeFormat` (`recipe/reading/files.py`), by the ending of its files
     "other_tools",  # the module that knows keys and files of other tools (`recipe/reading/other_tools.py`)
     "formats",  # a JSON file with the keys of another tool
     # The task
@@ -44,16 +44,16 @@ Kind = Literal[
     "shape",  # a rule of `trainer init`, by its place and its columns
     # The data
     "format",  # a reader of files (`base/file_formats.py`)
-    "source",  # a `RowSource`, by the key that asks for it
-    "rows",  # the `RowTransform` of all recipes, by its key
-    "warnings",  # a function from prepared data to warnings
+    "source",  # a `RowSource` (`training/row_source.py`), by the key that asks for it
+    "rows",  # the `RowTransform` of all recipes (`data/row_transform.py`), by its key
+    "warnings",  # a function from prepared data to warnings (`DataWarnings` of `training/run_data.py`)
     # The model
     "family",  # a `ModelFamily`, by its `model_type`
-    "model",  # a function that changes a `PlacedModel`, by its key
-    "second_model",  # a `SecondModel`, by its key
+    "model",  # a function that changes a `PlacedModel` (`ModelChange` of `engine/forward.py`), by its key
+    "second_model",  # a `SecondModel` (`training/second_model.py`), by its key
     "weight_form",  # a `WeightForm` (`models/weight_form.py`), by its key of `model`
-    "adapter",  # a function that adds parts to an adapter (`models/adapters.py`), by a key of it
-    "axis",  # the `SequenceAxis`, which cuts sequences in whole layers, by the key with its degree
+    "adapter",  # a function that adds parts to an adapter (`PartsAdder` of `models/adapters.py`), by a key of it
+    "axis",  # the `SequenceAxis` (`models/sequence_axis.py`), by the key with the number of its ranks
     "kernel",  # a module of Triton kernels, by its use
     # The engine
     "strategy",  # a `Strategy` (`recipe/strategies.py`)
@@ -61,20 +61,20 @@ Kind = Literal[
     "casts",  # the `Casts` of all runs in 16 bits (`engine/rounded_weights.py`)
     "head",  # `ScoringHeads` (`engine/builders.py`), by a key that a resumed run may change
     "optimizer",  # an optimizer (`engine/optimizers/base.py`)
-    "update",  # an `OptimizerUpdate`, by the key that asks for it
+    "update",  # an `OptimizerUpdate` (`engine/optimizers/base.py`), by the key that asks for it
     "schedule",  # a schedule of learning rates
     # The run
-    "run",  # a context manager around a run, for `around`
+    "run",  # a context manager around a run, which yields a `RunTool` (`training/run_tool.py`), for `around`
     "launch",  # a context manager around the start of local ranks, for `around`
     "launcher",  # a `LauncherFeature` (`ranks/environment.py`), with the prefix of its variables
     "elastic",  # an `ElasticLaunch` (`recipe/elastic_launch.py`), by its key
-    "tier",  # a place of checkpoints, by its key
-    "observer",  # a function that returns an observer of a rank
-    "callbacks",  # the `Callbacks` of the objects that `trainer.run` gets
-    "logging",  # a `LoggingTarget`, by its word in `logging.to`
+    "tier",  # a `TierFeature` (`checkpoint/registered.py`), by its key
+    "observer",  # a function that returns an observer of a rank (`ObserverBuilder` of `observe/builders.py`)
+    "callbacks",  # the `Callbacks` (`observe/observer.py`) of the objects that `trainer.run` gets
+    "logging",  # a `LoggingTarget` (`base/logging_targets.py`), by its word in `logging.to`
     # The trained model
-    "card",  # a line of the model card, by the key that asks for it
-    "export",  # an `ExportFormat`, by its word in `trainer export --to`
+    "card",  # a line of the model card with the word `{value}`, by the key of the value
+    "export",  # an `ExportFormat` (`tasks/exported.py`), by its word in `trainer export --to`
 ]
 """The kinds of rows. In an `extension.json`, paths of folders and files are relative to `trainer/`."""
 

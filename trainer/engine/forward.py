@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from trainer.engine.rounded_weights import RoundedWeights
 
 ModelCall = Callable[..., Any]
+ModelChange = Callable[[PlacedModel, Recipe], None]
+"""A registered function that changes a model before its first pass, for recipes with its key."""
 
 
 def prepare_model(built: PlacedModel, mesh: ParallelMesh, plan: RunPlan) -> PlacedModel:
@@ -46,7 +48,8 @@ def prepare_model(built: PlacedModel, mesh: ParallelMesh, plan: RunPlan) -> Plac
         UsageError: the device does not support the precision; activation checkpointing or compilation does not find
             the layers of the model, or its compiler; or the layers cannot work without padding.
     """
-    for change in asked_for("model", plan.recipe):
+    changes: list[ModelChange] = asked_for("model", plan.recipe)
+    for change in changes:
         change(built, plan.recipe)
     if plan.recipe.data.padding_free:
         from trainer.models.layer_hooks import flatten_layers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from math import prod
 from typing import Any
 
@@ -30,6 +30,9 @@ from trainer.recipe.schema.model import matches
 _LEAST_LEFT_OUT = 0.05  # of the parameters, for a note
 _LANGUAGE_HEADS = ("ForMaskedLM", "ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 
+PartsAdder = Callable[[nn.Module, Model, Adapter], None]
+"""A registered function that adds parts to the adapter of a whole model, perhaps on `meta`; also without its key."""
+
 
 def add_adapter(model: nn.Module, recipe: Model, adapter: Adapter, seed: int, drawn: Collection[str]) -> None:
     """Add the products and further parts of an adapter; see `adapt` of `models/freezing.py`.
@@ -37,8 +40,9 @@ def add_adapter(model: nn.Module, recipe: Model, adapter: Adapter, seed: int, dr
     Frozen weights get the form that the recipe asks for.
     """
     _add_products(model, adapter, seed, drawn)
-    for add_part in all_of("adapter").values():
-        add_part(model, recipe, adapter)
+    adders: Mapping[str, PartsAdder] = all_of("adapter")
+    for add_parts in adders.values():
+        add_parts(model, recipe, adapter)
     if recipe.new_tokens is not None:
         _require_trained_rows(model)
     # The order matters. Another form replaces the weights, so their exact values are held by `weights` before it;

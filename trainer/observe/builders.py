@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -28,9 +28,14 @@ class ObserverParts:
     report_end: Callable[[str], object]  # reports a failure of the run to its observers, given the reason
 
 
+ObserverBuilder = Callable[[ObserverParts], Observer | None]
+"""A registered function that returns an observer of each rank; None: the recipe asks for none."""
+
+
 def registered_observers(parts: ObserverParts) -> list[Observer]:
     """Return the observers of this rank that folders register, without those that the recipe does not ask for."""
-    return [observer for build in all_of("observer").values() if (observer := build(parts)) is not None]
+    builders: Mapping[str, ObserverBuilder] = all_of("observer")
+    return [observer for build in builders.values() if (observer := build(parts)) is not None]
 
 
 def build_observers(logging: Logging, stream: TextIO) -> Observers:

@@ -5,7 +5,7 @@ All problems of data, tokenizer and task are reported together. This module does
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import cached_property, partial
@@ -250,6 +250,10 @@ def _encode(recipe: Recipe, loaded: _Loaded, cache: Path, observer: Observer, pr
     return PreparedData(task, masking, preparation, train, validation, evaluated=evaluated, opened=opened)
 
 
+DataWarnings = Callable[[PreparedData, bool], list[str]]
+"""A registered function that returns warnings; the second argument: only the first rows of the training are known."""
+
+
 def _with_notes(recipe: Recipe, loaded: _Loaded, data: PreparedData) -> PreparedData:
     """Return the data with notes on its splits, its rows and its tokens."""
     task, preparation, splits, opened = data.task, data.preparation, loaded.splits, data.opened
@@ -257,12 +261,13 @@ def _with_notes(recipe: Recipe, loaded: _Loaded, data: PreparedData) -> Prepared
     counts_tokens = preparation.counts_tokens
     counts_rows = counts_tokens or _keeps_rows(recipe, task)
     unit, numbers = _numbers(recipe, loaded, data, counts_rows)
+    warners: Mapping[str, DataWarnings] = all_of("warnings")
     notes = (
         *splits.notes,
         *loaded.notes,
         *(_tokenizer_notes(task, preparation, splits.train) if counts_tokens else ()),
         *numbers,
-        *(note for warn in all_of("warnings").values() for note in warn(data, loaded.source is not None)),
+        *(note for warn in warners.values() for note in warn(data, loaded.source is not None)),
         *_date_notes(data),
         *(position_notes(preparation.config, data.splits) if counts_tokens else ()),
         *bounded,
