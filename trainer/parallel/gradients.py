@@ -139,19 +139,6 @@ def sum_partial_gradients_(
         _copy_parts_(gradients, mesh.sum_(flat, axis))
 
 
-def sum_while_backward(
-    parameter: nn.Parameter, axis: str, mesh: ParallelMesh, sent_in: torch.dtype | None = None
-) -> None:
-    """Sum a partial gradient over an axis in each backward pass, for engines that consume gradients during it."""
-
-    def summed(gradient: Tensor) -> Tensor:
-        # The sum is in place, and autograd may use the incoming gradient elsewhere too.
-        sent = gradient.to(sent_in or gradient.dtype, copy=True, memory_format=torch.contiguous_format)
-        return mesh.sum_(sent, axis).to(gradient.dtype)
-
-    parameter.register_hook(summed)  # type: ignore[no-untyped-call]
-
-
 def _copy_parts_(tensors: Sequence[Tensor], flat: Tensor) -> None:
     for tensor, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
         tensor.copy_(part.view_as(tensor))

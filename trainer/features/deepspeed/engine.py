@@ -34,7 +34,7 @@ from trainer.features.deepspeed.configuration import deepspeed_config
 from trainer.features.deepspeed.package import ready_deepspeed
 from trainer.models.names import move_buffers
 from trainer.models.place import PlacedModel
-from trainer.parallel.gradients import partial_axis, sum_while_backward
+from trainer.parallel.gradients import partial_axis
 from trainer.parallel.mesh import DATA_AXES, ParallelMesh
 from trainer.parallel.microbatch import RankBatch
 from trainer.parallel.norms import largest_element
@@ -294,6 +294,17 @@ def _gather_rounded(model: nn.Module, dtype: torch.dtype) -> None:
             internals.gather_in(parameter, dtype)
 
 
+def _sum_while_backward(parameter: nn.Parameter, axis: str, mesh: ParallelMesh, sent_in: torch.dtype | None) -> None:
+    """Sum a partial gradient over an axis in each backward pass, during which DeepSpeed consumes it."""
+
+    def summed(gradient: Tensor) -> Tensor:
+        # The sum is in place, and autograd may use the incoming gradient elsewhere too.
+        sent = gradient.to(sent_in or gradient.dtype, copy=True, memory_format=torch.contiguous_format)
+        return mesh.sum_(sent, axis).to(gradient.dtype)
+
+    parameter.register_hook(summed)  # type: ignore[no-untyped-call]
+
+
 def build_zero(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan, total_steps: int) -> ZeroEngine:
     """Return the engine of `zero1`, `zero2` and `zero3`.
 
@@ -317,7 +328,7 @@ def build_zero(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan
         internals.count_on_this_rank(parameter, is_counted)
         axis = partial_axis(placements[name], mesh)
         if parameter.requires_grad and axis is not None:
-            sum_while_backward(parameter, axis, mesh, sent_dtype(plan.recipe.parallel.communication))
+            _sum_while_backward(parameter, axis, mesh, sent_dtype(plan.recipe.parallel.communication))
     built = prepare_model(built, mesh, plan)
     if plan.strategy.cuts_parameters:
         partition = Split(dim=None, axis="dp_shard")
