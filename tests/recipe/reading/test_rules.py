@@ -8,11 +8,14 @@ from typing import Any, Literal
 import pytest
 
 from tests.helpers.processes import finish, start
+from trainer.base import extensions
+from trainer.base.extensions import Registration
 from trainer.features.distillation.section import Distillation
 from trainer.recipe.paths import dotted
 from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.reading.rules import contradictions
 from trainer.recipe.schema import FileData, Model, Parallel, TextKeys, Traits
+from trainer.recipe.schema.section import clash
 
 Minimal = dict[str, Any]
 CONFIG = 'model.config={"model_type": "bert"}'
@@ -343,3 +346,12 @@ def test_the_rules_may_be_imported_first():
     """A feature that imports them while they import the features would make a circle."""
     ended = finish(start([sys.executable, "-c", "import trainer.recipe.reading.rules"]), 120)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_features_may_have_rules_over_the_same_sections(monkeypatch: pytest.MonkeyPatch):
+    recipe = load_recipe("bert_sample").recipe
+    for key in ("first", "second"):
+        name, rule = f"training.{key} model", lambda training, model, key=key: [clash(f"is {key}", "training.seed")]
+        monkeypatch.setitem(extensions._registered, ("rule", name), Registration("rule", name, rule, None))
+    found = contradictions({"training": recipe.training, "model": recipe.model})
+    assert {row.text for row in found} == {"is first", "is second"}
