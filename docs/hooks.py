@@ -51,7 +51,7 @@ class _Places:
         return str(SHOWN / (path if place.suffix == ".md" else f"{path}.md"))
 
     def target(self, uri: str, link: str) -> str:
-        """Return the path in the repository of what a link in the page `uri` leads to."""
+        """Return the path in the repository of the target of a link in the page `uri`."""
         return normpath(str(PurePosixPath(self.in_repository(uri)).parent / link))
 
 

@@ -13,7 +13,7 @@ CODES = "codes"
 
 
 class StoredInParts(nn.Module):
-    """A weight of `shape` that is held as several tensors, the largest of which is named `CODES`."""
+    """A weight of `shape` that is held as several tensors; the largest has the name `CODES`."""
 
     shape: tuple[int, ...]
 

@@ -1,4 +1,4 @@
-"""The interface to launches whose nodes join and leave; a registered feature plans and trains them."""
+"""The interface to launches that nodes join and leave; a registered feature plans and trains them."""
 
 from __future__ import annotations
 
