@@ -99,7 +99,7 @@ def test_batch_size_and_padding_change_no_text(beams):
         pytest.param(2, {"strategy": "zero1"}, False, marks=pytest.mark.nightly),
         pytest.param(2, {"strategy": "zero3"}, True, marks=pytest.mark.slow),
         pytest.param(2, {"strategy": "ddp", "tensor": 2}, True, marks=pytest.mark.slow),
-        (2, {"strategy": "ddp", "tensor": 2, "sequence": True}, False),
+        pytest.param(2, {"strategy": "ddp", "tensor": 2, "sequence": True}, False, marks=pytest.mark.slow),
     ],
     ids=lambda value: value.get("strategy") + "+tensor" * ("tensor" in value) if isinstance(value, dict) else None,
 )

@@ -154,7 +154,9 @@ def test_a_place_goes_on_without_a_read_from_the_start(folder, monkeypatch):
             loaders(recipe, progress=Progress(1, 12, place=place))
 
 
-@pytest.mark.parametrize("packing", ["none", pytest.param("documents", marks=pytest.mark.slow), "joined"])
+@pytest.mark.parametrize(
+    "packing", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("none", "documents")), "joined"]
+)
 def test_tasks_that_change_the_number_of_rows(folder, packing):
     from transformers import AutoTokenizer
 
@@ -211,7 +213,10 @@ WINDOWED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", WINDOWED)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.slow if kind == "question_answering" else ()) for kind in WINDOWED],
+)
 def test_long_rows_become_windows(folder, kind):
     task, convert = WINDOWED[kind]
     for path in folder.glob("part-*.jsonl"):

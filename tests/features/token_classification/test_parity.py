@@ -23,7 +23,7 @@ def test_accumulation_on_one_process_changes_nothing():
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(name, marks=marks_of(name, ("fsdp-accumulated",), ("tensor-sequence-accumulated", "context")))
+        pytest.param(name, marks=marks_of(name, (), ("fsdp-accumulated", "tensor-sequence-accumulated", "context")))
         for name in LAYOUTS
     ],
 )

@@ -59,6 +59,7 @@ def core_processes() -> list[psutil.Process]:
     return [child for child in psutil.Process().children(recursive=True) if "wandb-core" in child.name()]
 
 
+@pytest.mark.slow
 def test_the_run_reads_back(tmp_path):
     notes = write(tmp_path / "run", range(1, 5))
     (run,) = offline_runs(tmp_path / "run")
