@@ -17,9 +17,13 @@ _SECONDS = 0.05  # until an interrupt is sent again
 def main() -> int:
     """Run the command line in a process of its own."""
     try:
-        return answer()
+        try:
+            return answer()
+        finally:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python would answer it with a traceback while it shuts down
+    except KeyboardInterrupt:  # it came after the answer
+        return 130
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python would answer it with a traceback while it shuts down
         collector.end()
 
 

@@ -114,6 +114,7 @@ def test_resuming_drops_the_steps_that_are_done_again(tmp_path):
     assert [record.step for record in metrics.steps] == list(range(1, 13))
     assert [record.step for record in metrics.evaluations] == [5, 10]
     assert [run["resumed_from"] for run in metrics.runs] == [None, 6]
+    assert len(path.read_text().splitlines()) == 2 + 12 + 2  # readers leave repeated steps out by themselves
     assert list(tmp_path.iterdir()) == [path]
 
 

@@ -1105,7 +1105,7 @@ _ENGINE = [
         "engine/native.py",
         "factor / self._scaler.scale",
         "factor",
-        _parity("ddp-4ranks-fp16-recompute_full"),
+        _parity("ddp-4ranks-fp16-tensor2-dropout"),
     ),
     Defect(
         "loss_scale_stays_after_an_overflow",
