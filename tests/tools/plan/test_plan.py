@@ -169,14 +169,14 @@ def test_ranks_of_a_cpu_share_one_memory_with_their_python(recipe: Path, capsys:
 @pytest.mark.slow
 def test_a_model_that_is_loaded_whole_counts_whole_on_the_host(monkeypatch: pytest.MonkeyPatch):
     plan = plan_run(recipe_of({"parallel": {"pipeline": {"stages": 2}}}), 2)
-    loaded, made = plan_step(plan, 0, LENGTH).loaded, ModelDescription.made
+    loaded, instantiate = plan_step(plan, 0, LENGTH).loaded, ModelDescription.instantiate
 
     def with_a_tensor(described: ModelDescription) -> nn.Module:
-        model = made(described)
-        model.made_with_it = torch.zeros(1)
+        model = instantiate(described)
+        model.whole = torch.zeros(1)
         return model
 
-    monkeypatch.setattr(ModelDescription, "made", with_a_tensor)
+    monkeypatch.setattr(ModelDescription, "instantiate", with_a_tensor)
     built = build_model(planned_model(plan), ModelCut(choice=StageChoice(0, 2)))
     assert any("every rank held the whole model" in note for note in built.notes)
     whole = sum(4 * parameter.numel() for parameter in planned_model(plan).on_meta().parameters())
