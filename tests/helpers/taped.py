@@ -32,12 +32,18 @@ class _Recording(TorchDispatchMode):
 
 
 class TapeCapture:
-    """The `Capture` of a tape; `kept` are tensors that a recording must leave as they are."""
+    """The `Capture` of a tape.
 
-    def __init__(self, kept: Callable[[], Sequence[Tensor]]) -> None:
-        self._kept = kept
+    Args:
+        kept: returns tensors that a recording must leave as they are.
+        results: returns tensors that outlive a recording; replays write those that it made to their memory.
+    """
+
+    def __init__(self, kept: Callable[[], Sequence[Tensor]], results: Callable[[], Sequence[Tensor]]) -> None:
+        self._kept, self._results = kept, results
         self.num_captures = 0
         self.num_replays = 0
+        self.added: list[int] = []  # for each recording, the number of `results` that it adds to in place
 
     def __call__(self, function: Callable[[], None]) -> Callable[[], object]:
         kept = [tensor for tensor in self._kept() if tensor is not None]
@@ -48,10 +54,16 @@ class TapeCapture:
         for tensor, old in zip(kept, before, strict=True):
             tensor.copy_(old)
         self.num_captures += 1
-        return lambda: self._replay(recording)
+        # The recording holds its tensors, so that no other tensor has the memory of one of them.
+        last = {_place(tensor): tensor for *_, tensors in recording.calls for tensor in tensors}
+        places = {id(last[_place(tensor)]): tensor for tensor in self._results() if _place(tensor) in last}
+        ends = {tensor.data_ptr() for tensor in self._results()}
+        calls = (call for call in recording.calls if call[0] is torch.ops.aten.add_.Tensor)
+        self.added.append(sum(arguments[0].data_ptr() in ends for _, arguments, *_ in calls))
+        return lambda: self._replay(recording, places)
 
     @torch.no_grad()
-    def _replay(self, recording: _Recording) -> None:
+    def _replay(self, recording: _Recording, places: dict[int, Tensor]) -> None:
         self.num_replays += 1
         made: dict[int, Tensor] = {}
         for function, args, kwargs, results in recording.calls:
@@ -59,3 +71,9 @@ class TapeCapture:
             found = function(*now[0], **now[1])
             for old, new in zip(results, [x for x in tree_flatten(found)[0] if isinstance(x, Tensor)], strict=True):
                 made[id(old)] = new
+                if id(old) in places:
+                    places[id(old)].copy_(new)
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()

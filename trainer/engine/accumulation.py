@@ -19,9 +19,6 @@ class Schedule(ABC):
         sums: the sums of gradients that the wrapper of the model leaves out; None: there are none.
     """
 
-    adds_in_place = False
-    """Whether passes add to gradients in their memory of the step before."""
-
     def __init__(self, sums: OverlappedSums | None = None) -> None:
         self._sums = sums or OverlappedSums((), None)
 

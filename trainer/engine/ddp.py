@@ -178,7 +178,7 @@ def build_ddp(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan,
         _refuse_dependent_rows(task)
         loss_sum = loss_sum if rounded is None else rounded.used_in(loss_sum)
         capture = CudaCapture(mesh.device) if mesh.traits.captures_graphs else replay_eagerly
-        schedule: Schedule = GraphedSchedule(loss_sum, forward.dropout_table, capture, sums)
+        schedule: Schedule = GraphedSchedule(loss_sum, named.values(), forward.dropout_table, capture, sums)
     else:
         schedule = AccumulationSchedule(loss_sum, no_sync, sums)
     return NativeEngine(forward, [built], schedule, placements_of(built, mesh), total_steps, complete)

@@ -120,8 +120,7 @@ class NativeEngine(Engine):
         if self._scaler:
             # After the update, which divides by the scale that the loss was multiplied by.
             self._scaler.update(flag)
-        # A CUDA graph adds to gradients at fixed addresses, so there they are zeroed and kept.
-        self.optimizer.zero_grad(set_to_none=not self._schedule.adds_in_place)
+        self.optimizer.zero_grad()
         self._step += 1
         return partial(self._result, step)
 

@@ -119,17 +119,13 @@ def test_tf32_multiplies_at_its_own_rate():
 
 
 @pytest.mark.slow
-def test_a_plan_of_cuda_graphs_adds_to_gradients_in_place():
+def test_a_plan_of_cuda_graphs_writes_gradients_as_a_run_without_graphs():
     plans = [plan_run(recipe_of({"cuda_graphs": graphs}), 1) for graphs in (False, True)]
     (eager,), (graphed,) = (plan_steps(plan, 16) for plan in plans)
     weights = graphed.resident[PARAMETERS]
-    assert graphed.resident[GRADIENTS] == weights
-    assert GRADIENTS not in eager.resident
-    added = [
-        sum(amount.num_bytes for kind, amount in step.totals.work.items() if kind.name in ("add_", "_foreach_zero_"))
-        for step in (eager, graphed)
-    ]
-    assert added[1] - added[0] >= 5 * weights  # zeros are written; gradients and sums are read, sums are written
+    assert GRADIENTS not in {**graphed.resident, **eager.resident}  # activations of the next step use their memory
+    bytes_of = [sum(amount.num_bytes for amount in step.totals.work.values()) for step in (eager, graphed)]
+    assert bytes_of[0] < bytes_of[1] < bytes_of[0] + weights / 10  # the rows of the batch are copied to the graph
     machine = parse_devices("H200").machine
     assert machine
     found = [step_time(plan, [step], machine).parts[HOST] for plan, step in zip(plans, (eager, graphed), strict=True)]
