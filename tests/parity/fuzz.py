@@ -496,6 +496,9 @@ class Fuzz:
         models = [str(model), str(file.parent / "one-model")]
         own = self._pools(1).run(outputs_of, str(file), models, timeout_seconds=self._timeout)[0]
         (loss, outputs), (_, expected_outputs) = own
+        # A model that diverged has the same outputs if the same ones are not finite, as losses of steps in `_note`.
+        finite = np.isfinite(outputs) | np.isfinite(expected_outputs)
+        outputs, expected_outputs = outputs[finite], expected_outputs[finite]
         scale = max(float(np.abs(expected_outputs).max(initial=0.0)), SMALLEST)
         difference = float(np.abs(outputs - expected_outputs).max(initial=0.0)) / scale
         result.differences["outputs"] = [difference if math.isfinite(difference) else math.inf]
