@@ -157,8 +157,10 @@ class GraphedSchedule(Schedule):
         for tensor, new in zip(inputs.tensors, ready.tensors, strict=True):
             tensor.copy_(new)
         replay()
-        for parameter, gradient in self._gradients.items():
-            parameter.grad = gradient
+        _, is_first = key
+        if is_first:  # later graphs of the step add to the same tensors
+            for parameter, gradient in self._gradients.items():
+                parameter.grad = gradient
 
     def _captured(self, microbatch: Microbatch, numbers: _Numbers) -> Callable[[], object]:
         allocates = not self._gradients
