@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,6 +38,28 @@ def place(environment: LaunchEnvironment) -> tuple[int, int, int, int]:
     return environment.rank, environment.local_rank, environment.world_size, environment.local_world_size
 
 
+def assert_is_a_rank(launcher: str, variables: Mapping[str, str]) -> None:
+    """Detect local rank 1 of 2, rank 3 of 4."""
+    environment = detect(variables)
+    assert environment.launcher == launcher
+    assert place(environment) == (3, 1, 4, 2)
+    assert environment.has_ranks
+
+
+def assert_is_no_rank(launcher: str, variables: Mapping[str, str]) -> None:
+    environment = detect(variables)
+    assert environment.launcher == launcher
+    assert environment.rank == 0
+    assert not environment.has_ranks
+
+
+def assert_refused(variables: Mapping[str, str], words: Iterable[str]) -> None:
+    with pytest.raises(LaunchError) as error:
+        detect(variables)
+    for word in words:
+        assert word in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("launcher", "variables"),
     [
@@ -46,10 +69,7 @@ def place(environment: LaunchEnvironment) -> tuple[int, int, int, int]:
     ],
 )
 def test_each_launcher_is_known_by_its_variables(launcher, variables):
-    environment = detect(variables)
-    assert environment.launcher == launcher
-    assert place(environment) == (3, 1, 4, 2)
-    assert environment.has_ranks
+    assert_is_a_rank(launcher, variables)
 
 
 @pytest.mark.parametrize(
@@ -60,10 +80,7 @@ def test_each_launcher_is_known_by_its_variables(launcher, variables):
     ],
 )
 def test_a_process_without_a_rank_is_no_rank(launcher, variables):
-    environment = detect(variables)
-    assert environment.launcher == launcher
-    assert environment.rank == 0
-    assert not environment.has_ranks
+    assert_is_no_rank(launcher, variables)
 
 
 @pytest.mark.parametrize(
@@ -83,10 +100,7 @@ def test_a_process_without_a_rank_is_no_rank(launcher, variables):
     ],
 )
 def test_garbage_is_refused_by_name(variables, words):
-    with pytest.raises(LaunchError) as error:
-        detect(variables)
-    for word in words:
-        assert word in str(error.value)
+    assert_refused(variables, words)
 
 
 def test_threads_are_divided_unless_set(monkeypatch):

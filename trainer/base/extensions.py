@@ -192,6 +192,11 @@ def resolved(value: Any) -> Any:
     return getattr(target, name) if name else target
 
 
+def sole(kind: Kind) -> Any:
+    """Return the object of the row of a kind that has one row at most; None: there is no row."""
+    return next((resolved(row.value) for row in registered(kind)), None)
+
+
 class Table(UserDict[str, Row]):
     """Rows by name. A row that is the text "module:name" is imported when it is read."""
 

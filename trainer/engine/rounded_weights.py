@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from trainer.base.extensions import registered, resolved
+from trainer.base.extensions import sole
 from trainer.engine.precision import COMPUTE_DTYPES
 from trainer.parallel.microbatch import Microbatch
 from trainer.recipe.schema import Recipe
@@ -52,7 +52,8 @@ class Casts(Protocol):
 
 def registered_casts() -> Casts | None:
     """Return the registered casts; None: autocast makes each by itself."""
-    return next((resolved(row.value)() for row in registered("casts")), None)
+    casts: type[Casts] | None = sole("casts")
+    return None if casts is None else casts()
 
 
 def nowhere(_: Tensor) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.base.errors import UsageError
-from trainer.base.extensions import registered, resolved
+from trainer.base.extensions import sole
 from trainer.observe.records import (
     BadStepRecord,
     CheckpointRecord,
@@ -178,10 +178,12 @@ def callbacks_of(objects: Sequence[Any]) -> Callbacks:
     """
     if not objects:
         return NO_CALLBACKS
-    for row in registered("callbacks"):
-        callbacks: Callbacks = resolved(row.value)(objects)
-        return callbacks
-    raise UsageError("`callbacks` must be empty, because this installation lacks the folder of callbacks; remove them")
+    kind: Callable[[Sequence[Any]], Callbacks] | None = sole("callbacks")
+    if kind is None:
+        raise UsageError(
+            "`callbacks` must be empty, because this installation lacks the folder of callbacks; remove them"
+        )
+    return kind(objects)
 
 
 class NumberObserver(Observer):

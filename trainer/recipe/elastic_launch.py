@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from trainer.base.errors import UsageError
+from trainer.base.extensions import sole
 from trainer.ranks.environment import LaunchEnvironment
-from trainer.recipe.registered import all_of
 from trainer.recipe.schema import Parallel, Recipe
 
 
@@ -43,11 +43,11 @@ def elastic_launch(nodes: tuple[int, int]) -> ElasticLaunch:
     Raises:
         UsageError: there is none.
     """
-    for feature in all_of("elastic").values():
-        launch: ElasticLaunch = feature()
-        return launch
-    least, most = nodes
-    raise UsageError(
-        f"torchrun's --nnodes {least}:{most} lets nodes join and leave, but no installed feature supports that;"
-        f" use --nnodes {most}"
-    )
+    feature: type[ElasticLaunch] | None = sole("elastic")
+    if feature is None:
+        least, most = nodes
+        raise UsageError(
+            f"torchrun's --nnodes {least}:{most} lets nodes join and leave, but no installed feature supports that;"
+            f" use --nnodes {most}"
+        )
+    return feature()

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from trainer.base.errors import UsageError
-from trainer.base.extensions import registered, resolved
+from trainer.base.extensions import sole
 from trainer.recipe.plan import RunPlan
 from trainer.tasks.task import Task
 from trainer.tasks.types import Tokenizer
@@ -57,7 +57,8 @@ class TextGenerator(ABC):
 
 def text_generator() -> TextGenerator | None:
     """Return the registered generator; None: there is none."""
-    return next((resolved(row.value) for row in registered("generator")), None)
+    generator: TextGenerator | None = sole("generator")
+    return generator
 
 
 def required_generator() -> TextGenerator:

@@ -9,7 +9,7 @@ import pytest
 from tests.helpers import processes
 from tests.helpers.processes import ROOT
 from tests.launch.test_local import program
-from tests.ranks.test_environment import RANKS, TORCHRUN, place
+from tests.ranks.test_environment import RANKS, TORCHRUN, assert_is_a_rank, assert_is_no_rank
 from trainer.base.errors import LaunchError, UsageError
 from trainer.ranks.environment import detect
 
@@ -25,16 +25,11 @@ MPI = {f"OMPI_COMM_WORLD_{name}": RANKS[name] for name in ("RANK", "LOCAL_RANK")
 
 @pytest.mark.parametrize(("launcher", "variables"), [("accelerate", TORCHRUN | ACCELERATE), ("mpirun", MPI)])
 def test_its_ranks_are_those_of_torchrun_or_mpirun(launcher, variables):
-    environment = detect(variables)
-    assert environment.launcher == launcher
-    assert place(environment) == (3, 1, 4, 2)
-    assert environment.has_ranks
+    assert_is_a_rank(launcher, variables)
 
 
 def test_a_single_process_is_no_rank():
-    environment = detect(ACCELERATE | {"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1"})
-    assert (environment.launcher, environment.rank) == ("accelerate-single", 0)
-    assert not environment.has_ranks
+    assert_is_no_rank("accelerate-single", ACCELERATE | {"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1"})
 
 
 def test_garbage_is_refused_by_name():

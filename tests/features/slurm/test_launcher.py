@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.launch.test_local import program
-from tests.ranks.test_environment import TORCHRUN, place
+from tests.ranks.test_environment import TORCHRUN, assert_is_a_rank, assert_is_no_rank, assert_refused
 from trainer.base.errors import LaunchError
 from trainer.features.slurm.launcher import first_host
 from trainer.ranks.environment import LaunchEnvironment, detect, threads_per_rank
@@ -29,10 +29,7 @@ STEP = TASK | {
     ],
 )
 def test_a_task_is_a_rank_unless_another_launcher_runs_in_it(launcher, variables):
-    environment = detect(variables)
-    assert environment.launcher == launcher
-    assert place(environment) == (3, 1, 4, 2)
-    assert environment.has_ranks
+    assert_is_a_rank(launcher, variables)
 
 
 @pytest.mark.parametrize(
@@ -47,10 +44,7 @@ def test_a_task_is_a_rank_unless_another_launcher_runs_in_it(launcher, variables
     ],
 )
 def test_a_process_without_a_rank_is_no_rank(launcher, variables):
-    environment = detect(variables)
-    assert environment.launcher == launcher
-    assert environment.rank == 0
-    assert not environment.has_ranks
+    assert_is_no_rank(launcher, variables)
 
 
 @pytest.mark.parametrize(
@@ -66,10 +60,7 @@ def test_a_process_without_a_rank_is_no_rank(launcher, variables):
     ],
 )
 def test_garbage_is_refused_by_name(variables, words):
-    with pytest.raises(LaunchError) as error:
-        detect(variables)
-    for word in words:
-        assert word in str(error.value)
+    assert_refused(variables, words)
 
 
 @pytest.mark.parametrize(

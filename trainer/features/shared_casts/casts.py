@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from trainer.engine.products import products
@@ -16,17 +15,10 @@ from trainer.features.shared_casts.weights import StepWeights
 class SharedCasts:
     """Casts of inputs and of weights, with the numbers of autocast."""
 
+    weights = StepWeights
+
     def share_inputs(self, model: nn.Module) -> None:
         share_rounded_inputs(_plain_products(model))
-
-    def weights(
-        self,
-        models: Iterable[nn.Module],
-        dtype: torch.dtype,
-        together: bool,
-        place_of: Callable[[Tensor], Tensor | None],
-    ) -> StepWeights:
-        return StepWeights(models, dtype, together, place_of)
 
 
 def _plain_products(model: nn.Module) -> Iterator[nn.Module]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from trainer.base.errors import DataError, UsageError
-from trainer.base.extensions import registered, resolved
+from trainer.base.extensions import sole
 from trainer.base.nulls import item_of
 from trainer.base.text import listed
 from trainer.parallel.microbatch import IGNORED_LABEL
@@ -72,7 +72,8 @@ class Chats(ABC):
 
 def encoder_of_chats() -> Chats | None:
     """Return the registered encoder of chats; None: there is none."""
-    return next((resolved(row.value) for row in registered("chats")), None)
+    encoder: Chats | None = sole("chats")
+    return encoder
 
 
 def required_chats() -> Chats:
