@@ -87,7 +87,7 @@ def test_the_rows_of_the_summary_are_those_of_all_observers():
 
 
 def test_callbacks_without_their_folder_are_refused(monkeypatch):
-    monkeypatch.setattr(observer, "registered", lambda kind: [])
+    monkeypatch.setattr(observer, "sole", lambda kind: None)
     assert callbacks_of([]) is NO_CALLBACKS
     assert (bool(NO_CALLBACKS), str(NO_CALLBACKS), NO_CALLBACKS.observers(0, print)) == (False, "empty", ())
     with pytest.raises(UsageError, match="lacks the folder of callbacks"):
