@@ -25,7 +25,7 @@ with importing():
         "trainer.models.families.bert",
         "trainer.recipe.reading.loading",
         "trainer.tasks.sequence_classification",
-        "trainer.tools.advice",
+        "trainer.tools.memory",
         "trainer.tools.certify.run_end",
         "trainer.tools.preview_rows",
         "trainer.training.run",

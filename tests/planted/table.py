@@ -1678,7 +1678,7 @@ _COMPARING = [
     Defect(
         "hidden_communication_counts",
         "Communication beside compute counts as communication that nothing hides.",
-        "tools/sampling.py",
+        "tools/step_profile.py",
         "(either - compute) / length",
         "_length(busy) / length",
         ("tools/test_sampling.py",),

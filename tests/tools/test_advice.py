@@ -20,6 +20,7 @@ from trainer.cli import main
 from trainer.ranks.environment import LaunchEnvironment, without_ranks
 from trainer.recipe.reading.loading import load_recipe
 from trainer.tools import advice
+from trainer.tools.memory import MemoryAdvice
 from trainer.training.loop import Loop
 
 MADE = {
@@ -112,7 +113,7 @@ def test_rank_0_notes_the_planned_memory_of_gpus(
     resolved = load_recipe(str(write_tiny_run(tmp_path)), [])
     ranks = [LaunchEnvironment("torchrun", rank, rank, 2, 2) for rank in range(2)]
     started = child(monkeypatch, code)
-    with advice.MemoryAdvice(resolved, ranks[0]) as made:
+    with MemoryAdvice(resolved, ranks[0]) as made:
         assert made.notes() == []  # there is no GPU
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(advice, "_gibibytes", lambda environment: 4.0)
@@ -120,10 +121,10 @@ def test_rank_0_notes_the_planned_memory_of_gpus(
         monkeypatch.setattr(advice, "_WAIT_SECONDS", 0.1)
     else:
         monkeypatch.setattr(advice, "_WAIT_SECONDS", 30.0)
-    with advice.MemoryAdvice(resolved, ranks[1]) as made:
+    with MemoryAdvice(resolved, ranks[1]) as made:
         assert made.notes() == []
     assert not started
-    with advice.MemoryAdvice(resolved, ranks[0]) as made:
+    with MemoryAdvice(resolved, ranks[0]) as made:
         (note,) = made.notes()
     assert words in note
     assert ("2x4.0GiB" in note) == ("command" in note or "changes" in note)

@@ -19,7 +19,8 @@ from trainer.observe.preview_records import ShownText
 from trainer.parallel.stored_in_parts import sizes_of_parts
 from trainer.recipe.plan import plan_run
 from trainer.tools import preview as tools_preview
-from trainer.tools.preview_rows import kinds, lengths_histogram
+from trainer.tools.preview import kinds
+from trainer.tools.preview_rows import lengths_histogram
 from trainer.training.describing import describe_model
 
 

@@ -7,7 +7,8 @@ import torch
 from torch.profiler import profile
 
 from trainer.observe.meter import Meter
-from trainer.tools.sampling import LEAST_STEPS, Sampler, parts
+from trainer.tools.sampling import LEAST_STEPS, Sampler
+from trainer.tools.step_profile import parts
 from trainer.training.run_tool import Elapsed
 
 

@@ -20,7 +20,7 @@ from trainer.observe.metrics_file import METRICS_FILE_NAME, MetricsFile
 from trainer.observe.records import SampledStep
 from trainer.tools.report.time_parts import time_parts
 from trainer.tools.run_metrics import read_metrics
-from trainer.tools.sampling import combined
+from trainer.tools.step_profile import combined
 
 SLOW, NIGHTLY = pytest.mark.slow, pytest.mark.nightly
 STEP = {"micro_batch_size": 4, "global_batch_size": 8, "max_steps": 16}

@@ -69,7 +69,7 @@ Kind = Literal[
     "launcher",  # a `LauncherFeature` (`ranks/environment.py`), with the prefix of its variables
     "elastic",  # an `ElasticLaunch` (`recipe/elastic_launch.py`), by its key
     "tier",  # a `TierFeature` (`checkpoint/registered.py`), by its key
-    "observer",  # a function that returns an observer of a rank (`ObserverBuilder` of `observe/builders.py`)
+    "observer",  # an `ObserverBuilder` (`observe/builders.py`), by the key that asks for it
     "callbacks",  # the `Callbacks` (`observe/observer.py`) of the objects that `trainer.run` gets
     "logging",  # a `LoggingTarget` (`base/logging_targets.py`), by its word in `logging.to`
     # The trained model

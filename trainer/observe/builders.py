@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TextIO
 
-from trainer.base.extensions import resolved
+from trainer.base.extensions import registered, resolved
 from trainer.base.logging_targets import logging_targets
 from trainer.observe.console import open_console
 from trainer.observe.heartbeat import Heartbeat
 from trainer.observe.metrics_file import MetricsFile
 from trainer.observe.observer import Observer, Observers
 from trainer.ranks.environment import LaunchEnvironment
-from trainer.recipe.registered import all_of
+from trainer.recipe.registered import value_at
 from trainer.recipe.schema import Logging, Recipe
 
 
@@ -28,14 +28,16 @@ class ObserverParts:
     report_end: Callable[[str], object]  # reports a failure of the run to its observers, given the reason
 
 
-ObserverBuilder = Callable[[ObserverParts], Observer | None]
-"""A registered function that returns an observer of each rank; None: the recipe asks for none."""
+ObserverBuilder = Callable[[ObserverParts], Observer]
+"""A function that returns an observer of each rank, registered under the key of the recipe that asks for it."""
 
 
 def registered_observers(parts: ObserverParts) -> list[Observer]:
     """Return the observers of this rank that folders register, without those that the recipe does not ask for."""
-    builders: Mapping[str, ObserverBuilder] = all_of("observer")
-    return [observer for build in builders.values() if (observer := build(parts)) is not None]
+    # Only the modules of those that the recipe asks for are imported.
+    rows = [row for row in registered("observer") if value_at(parts.recipe, row.name) is not None]
+    builders: list[ObserverBuilder] = [resolved(row.value) for row in rows]
+    return [build(parts) for build in builders]
 
 
 def build_observers(logging: Logging, stream: TextIO) -> Observers:

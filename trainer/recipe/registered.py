@@ -263,9 +263,17 @@ def all_of(kind: Kind) -> dict[str, Any]:
     return {row.name: resolved(row.value) for row in registered(kind)}
 
 
+def value_at(recipe: Recipe, name: str) -> Any:
+    """Return the value of a key of a recipe, such as "logging.profile"; None: a section before it is null."""
+    value: Any = recipe
+    for key in name.split("."):
+        value = getattr(value, key, None)
+    return value
+
+
 def _is_set(recipe: Recipe, name: str) -> bool:
-    *sections, key = name.split(".")
-    section: Section | None = reduce(getattr, sections, recipe)
+    sections, _, key = name.rpartition(".")
+    section: Section | None = value_at(recipe, sections) if sections else recipe
     # Other kinds of the section may lack the key.
     return section is not None and key in type(section).model_fields and bool(section.changed(key))
 

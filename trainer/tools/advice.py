@@ -9,24 +9,20 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from types import TracebackType
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trainer.base.errors import OutOfMemoryError
 from trainer.base.processes import child_variables
-from trainer.base.terminal import say
 from trainer.base.text import size
 from trainer.ranks.environment import LaunchEnvironment, without_ranks
-from trainer.training.run_tool import RunTool
 
 if TYPE_CHECKING:
     from trainer.recipe.reading.loading import ResolvedRecipe
 
-_FULL = "can't allocate memory"  # of torch's allocator for CPUs, which raises a plain RuntimeError
 _ADVICE_SECONDS = 60.0
 _WAIT_SECONDS = 2.0
 
@@ -35,55 +31,27 @@ class NoPlanError(Exception):
     """A planning process made no plan; the text is the reason."""
 
 
-class MemoryAdvice(RunTool):
-    """The planned memory of a run, and the explanation of a full device.
-
-    Only rank 0 of a run on GPUs plans, beside its preparation. On CPUs, the plan would take its time from the training.
-    """
+class PlannedMemory:
+    """A planning process of a run on GPUs, and the note on its result."""
 
     def __init__(self, resolved: ResolvedRecipe, environment: LaunchEnvironment) -> None:
-        super().__init__(resolved, environment)
-        self._command: list[str] = []
+        self._environment = environment
         self._child: subprocess.Popen[str] | None = None
+        # The size of the memory is not known here: a look at it would start CUDA before data workers fork.
+        self._command = _plan_command(resolved, environment, "1GiB")
+        with suppress(OSError):
+            self._child = _start(self._command, "--json", "--changes", "0")
 
-    def __enter__(self) -> MemoryAdvice:
-        if self.environment.rank == 0 and torch.cuda.device_count():
-            # The size of the memory is not known here: a look at it would start CUDA before data workers fork.
-            self._command = _plan_command(self.resolved, self.environment, "1GiB")
-            with suppress(OSError):
-                self._child = _start(self._command, "--json", "--changes", "0")
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Stop the plan, and explain the error of a full device.
-
-        Raises:
-            OutOfMemoryError: torch could not allocate a tensor.
-        """
+    def stop(self) -> None:
         if self._child is not None:
             _stop(self._child)
-        if isinstance(error, RuntimeError) and (isinstance(error, torch.OutOfMemoryError) or _FULL in str(error)):
-            raise self._explained(error) from error
-
-    def _explained(self, error: RuntimeError) -> OutOfMemoryError:
-        reason = str(error).splitlines()[0].rpartition("DefaultCPUAllocator: ")[2]
-        command = _plan_command(self.resolved, self.environment)
-        return OutOfMemoryError(
-            f"rank {self.environment.rank}: the memory of {_device(self.environment)} is full ({reason}); half of"
-            " `training.micro_batch_size` gives the same training with less memory, and this command shows the peak and"
-            f" changes that fit: {shlex.join(command)}",
-            command,
-        )
 
     def notes(self) -> list[str]:
-        """Return a note on the planned memory; none if this rank plans nothing. Wait for two seconds at most."""
         if self._child is None:
             return []
-        memory = int(_gibibytes(self.environment) * 2**30)
+        memory = int(_gibibytes(self._environment) * 2**30)
         at = self._command.index("--gpus") + 1
-        gpus = f"{self.environment.local_world_size}x{memory / 2**30:.1f}GiB"
+        gpus = f"{self._environment.local_world_size}x{memory / 2**30:.1f}GiB"
         command = shlex.join([*self._command[:at], gpus, *self._command[at + 1 :]])
         try:
             needed = _result(self._child, _WAIT_SECONDS)["needed_bytes"]
@@ -98,22 +66,16 @@ class MemoryAdvice(RunTool):
         ]
 
 
-@contextmanager
-def adds_changes_that_fit() -> Iterator[None]:
-    """Add the advice of a plan to the error of a full device, after all ranks have ended.
-
-    Raises:
-        OutOfMemoryError: the error, with the advice.
-    """
-    try:
-        yield
-    except OutOfMemoryError as error:
-        if error.plan_command:
-            say("the memory is full; planning changes that fit takes a minute at most", err=True)
-            if found := advice(error.plan_command):
-                error.args = (f"{error}\n{found}",)
-                error.has_lines = True
-        raise
+def explained(error: RuntimeError, resolved: ResolvedRecipe, environment: LaunchEnvironment) -> OutOfMemoryError:
+    """Return the error of a full device, with the command that plans changes."""
+    reason = str(error).splitlines()[0].rpartition("DefaultCPUAllocator: ")[2]
+    command = _plan_command(resolved, environment)
+    return OutOfMemoryError(
+        f"rank {environment.rank}: the memory of {_device(environment)} is full ({reason}); half of"
+        " `training.micro_batch_size` gives the same training with less memory, and this command shows the peak and"
+        f" changes that fit: {shlex.join(command)}",
+        command,
+    )
 
 
 def advice(command: Sequence[str]) -> str | None:

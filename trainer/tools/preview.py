@@ -6,18 +6,29 @@ It needs the data, the tokenizer and the model's configuration, but no weights a
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
+import torch
 from rich.text import Text
+from torch import nn
 
 from trainer.base.errors import UsageError
 from trainer.base.text import aligned, for_terminal, one_line
-from trainer.observe.preview_records import Preview, ShownRow
+from trainer.data.collate import collate
+from trainer.data.split import EncodedSplit
+from trainer.engine.products import rounded_by_autocast
+from trainer.models.describe import ModelDescription
+from trainer.models.registered_forms import form_of
+from trainer.observe.preview_records import Piece, Preview, ShownRow
+from trainer.parallel.stored_in_parts import sizes_of_parts
 from trainer.recipe.plan import RunPlan
-from trainer.tools.preview_rows import kinds, lengths_histogram, shown_rows, step_of_run
+from trainer.recipe.registered import asked_for
+from trainer.tools.preview_rows import decoded, lengths_histogram, rows_of_microbatch, step_of_run
 from trainer.tools.report.page import Section, render
 from trainer.tools.report.preview_blocks import preview_blocks, split_table
 from trainer.tools.writing import write_over
@@ -88,6 +99,78 @@ def _uncut(plan: RunPlan, data: PreparedData) -> PreparedData | None:
     with tempfile.TemporaryDirectory(prefix="trainer-") as cache:
         found = prepare_data(plan.recipe, _MOST_UNCUT, Path(cache), lambda _: whole)
         return found  # the open files of the cache can be read after it is deleted
+
+
+def shown_rows(
+    split: EncodedSplit, data: PreparedData, rows: Sequence[int], uncut: EncodedSplit | None = None
+) -> tuple[ShownRow, ...]:
+    """Describe rows of a split, each without padding; `uncut` holds the same rows without a maximum length."""
+    found = []
+    for row in rows:
+        ids = np.array([row])
+        batch = collate(split, ids, data.preparation.batching, ids, masking=data.masking, epoch=0)
+        (shown,) = rows_of_microbatch(batch, [row], data, split)
+        found.append(_with_rest(shown, split, uncut, data) if uncut is not None else shown)
+    return tuple(found)
+
+
+def _with_rest(shown: ShownRow, split: EncodedSplit, uncut: EncodedSplit, data: PreparedData) -> ShownRow:
+    """Return a row with a piece for the tokens that each text lost."""
+    texts = []
+    for number, text in enumerate(shown.texts):
+        if number >= split.texts_per_row:
+            texts.append(text)
+            continue
+        place = shown.row * split.texts_per_row + number
+        own, whole = (int(one.offsets[place + 1] - one.offsets[place]) for one in (split, uncut))
+        if whole > own:
+            start = int(uncut.offsets[place]) + own
+            rest = decoded(data, uncut.tokens["input_ids"][start : int(uncut.offsets[place + 1])])
+            text = replace(text, pieces=(*text.pieces, Piece("cut", rest, f"{whole - own} tokens")))
+        texts.append(text)
+    return replace(shown, texts=tuple(texts))
+
+
+def kinds(plan: RunPlan, description: ModelDescription) -> tuple[tuple[str, ...], ...]:
+    """Return a table of the kinds of parameters: a header, then trained and frozen ones with their types.
+
+    Raises:
+        UsageError: the model cannot be built on `meta`.
+    """
+    recipe = plan.recipe
+    model = description.on_meta()
+    description.adapt(model)
+    updates = asked_for("update", recipe)
+    masters = [update.masters(recipe) for update in updates if update.weights_dtype == torch.bfloat16]
+    counted = _numbers(plan, model, "bf16" if masters else "fp32")
+    rows = [("parameters", "number", "weights", "products", "master", "gradients", "optimizer state", "traffic")]
+    sent = recipe.parallel.communication.gradients if plan.layout.world_size > 1 else "none"
+    state = recipe.optimizer.state_type
+    for (is_trained, held), number in sorted(counted.items(), key=lambda one: (not one[0][0], one[0][1])):
+        shown = (f"{number:,}", held, recipe.precision)
+        if is_trained:
+            kept = f"fp32, of {plan.strategy.package}" if plan.strategy.package else "the weights"
+            kept = masters[0] if held == "bf16" else kept
+            rows.append(("trained", *shown, kept, "fp32", f"{recipe.optimizer.name}, {state}", sent))
+        else:
+            rows.append(("frozen", *shown, "", "", "", ""))
+    return tuple(rows)
+
+
+def _numbers(plan: RunPlan, model: nn.Module, narrow: str) -> Counter[tuple[bool, str]]:
+    """Count trained and frozen parameters by the type that holds them; `narrow` is that of trained matrices."""
+    recipe, counted = plan.recipe, Counter[tuple[bool, str]]()
+    rounded, whole, form = rounded_by_autocast(model), sizes_of_parts([model]), form_of(recipe.model)
+    for name, parameter in model.named_parameters():
+        if form is not None and name in whole:
+            held = str(form.value)
+        elif parameter.requires_grad:
+            held = narrow if name in rounded else "fp32"
+        else:  # as `store_frozen` does
+            is_narrow = name in rounded and parameter.dim() > 1 and not plan.strategy.package
+            held = recipe.precision if is_narrow else "fp32"
+        counted[parameter.requires_grad, held] += whole.get(name, parameter.numel())
+    return counted
 
 
 def preview_lines(preview: Preview) -> Iterator[Text]:

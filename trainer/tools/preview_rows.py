@@ -5,28 +5,19 @@ It comes from the encoded rows and from microbatches as a run collates them, so 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from trainer.data.collate import collate
 from trainer.data.loader import TrainLoader
 from trainer.data.order import IndexArray
 from trainer.data.split import EncodedSplit
-from trainer.engine.products import rounded_by_autocast
-from trainer.models.describe import ModelDescription
-from trainer.models.registered_forms import form_of
 from trainer.observe.preview_records import Piece, Preview, ShownClass, ShownRow, ShownSplit, ShownText
 from trainer.parallel.microbatch import IGNORED_LABEL, Microbatch
-from trainer.parallel.stored_in_parts import sizes_of_parts
 from trainer.recipe.plan import RunPlan
-from trainer.recipe.registered import asked_for
 from trainer.tasks.preview import ShownToken, has_token_labels
 from trainer.tasks.task import TextTask
 from trainer.training.assembly import Assembly
@@ -57,7 +48,7 @@ def step_of_run(plan: RunPlan, data: PreparedData, loader: TrainLoader | None, m
     if loader is not None:
         microbatch, ids = loader.batch(0).microbatches[0], loader.row_ids(0)
         places = [] if microbatch.filler else microbatch.rows.tolist()
-        rows = _of_microbatch(microbatch, [ids[place] for place in places[:most]], data, data.train)
+        rows = rows_of_microbatch(microbatch, [ids[place] for place in places[:most]], data, data.train)
     length, weights = plan.recipe.data.max_length, getattr(data.task, "class_weights", None) or {}
     classes = class_counts(data.task, data.train)  # of a task with one class for each row
     return Preview(
@@ -92,37 +83,7 @@ def lengths_histogram(lengths: IndexArray) -> tuple[tuple[int, int], ...]:
     return tuple((int(edge), int(count)) for edge, count in zip(edges[1:], counts, strict=True))
 
 
-def shown_rows(
-    split: EncodedSplit, data: PreparedData, rows: Sequence[int], uncut: EncodedSplit | None = None
-) -> tuple[ShownRow, ...]:
-    """Describe rows of a split, each without padding; `uncut` holds the same rows without a maximum length."""
-    found = []
-    for row in rows:
-        ids = np.array([row])
-        batch = collate(split, ids, data.preparation.batching, ids, masking=data.masking, epoch=0)
-        (shown,) = _of_microbatch(batch, [row], data, split)
-        found.append(_with_rest(shown, split, uncut, data) if uncut is not None else shown)
-    return tuple(found)
-
-
-def _with_rest(shown: ShownRow, split: EncodedSplit, uncut: EncodedSplit, data: PreparedData) -> ShownRow:
-    """Return a row with a piece for the tokens that each text lost."""
-    texts = []
-    for number, text in enumerate(shown.texts):
-        if number >= split.texts_per_row:
-            texts.append(text)
-            continue
-        place = shown.row * split.texts_per_row + number
-        own, whole = (int(one.offsets[place + 1] - one.offsets[place]) for one in (split, uncut))
-        if whole > own:
-            start = int(uncut.offsets[place]) + own
-            rest = _decoded(data, uncut.tokens["input_ids"][start : int(uncut.offsets[place + 1])])
-            text = replace(text, pieces=(*text.pieces, Piece("cut", rest, f"{whole - own} tokens")))
-        texts.append(text)
-    return replace(shown, texts=tuple(texts))
-
-
-def _of_microbatch(
+def rows_of_microbatch(
     batch: Microbatch, rows: Sequence[int], data: PreparedData, split: EncodedSplit
 ) -> Iterator[ShownRow]:
     """Yield the rows of a microbatch; `rows` are their indices in the split."""
@@ -170,7 +131,7 @@ def _text(role: str, inputs: Mapping[str, Tensor], by_token: bool, labels: Tenso
 
 def _target(labels: Tensor, data: PreparedData) -> ShownText:
     known = labels[labels != IGNORED_LABEL]
-    pieces = [Piece("trained", _decoded(data, known.tolist()))]
+    pieces = [Piece("trained", decoded(data, known.tolist()))]
     if padding := len(labels) - len(known):
         pieces.append(Piece("padding", f"{padding} token{'s' * (padding != 1)} of padding"))
     return ShownText("target", len(known), tuple(pieces))
@@ -182,53 +143,11 @@ def _pieces(tokens: Sequence[ShownToken], data: PreparedData) -> Iterator[Piece]
     for (mark, note, _), group in groupby(tokens, key=lambda one: (one.mark, one.note, one.group)):
         own = [one.token for one in group]
         done += own
-        whole = _decoded(data, done)  # spaces and characters depend on the tokens before
-        yield Piece(mark, whole[len(before) :] if whole.startswith(before) else _decoded(data, own), note)
+        whole = decoded(data, done)  # spaces and characters depend on the tokens before
+        yield Piece(mark, whole[len(before) :] if whole.startswith(before) else decoded(data, own), note)
         before = whole
 
 
-def _decoded(data: PreparedData, ids: Any) -> str:
+def decoded(data: PreparedData, ids: Any) -> str:
     tokenizer: Any = data.preparation.text_tokenizer
     return str(tokenizer.decode(list(map(int, ids)), clean_up_tokenization_spaces=False))
-
-
-def kinds(plan: RunPlan, description: ModelDescription) -> tuple[tuple[str, ...], ...]:
-    """Return a table of the kinds of parameters: a header, then trained and frozen ones with their types.
-
-    Raises:
-        UsageError: the model cannot be built on `meta`.
-    """
-    recipe = plan.recipe
-    model = description.on_meta()
-    description.adapt(model)
-    updates = asked_for("update", recipe)
-    masters = [update.masters(recipe) for update in updates if update.weights_dtype == torch.bfloat16]
-    counted = _numbers(plan, model, "bf16" if masters else "fp32")
-    rows = [("parameters", "number", "weights", "products", "master", "gradients", "optimizer state", "traffic")]
-    sent = recipe.parallel.communication.gradients if plan.layout.world_size > 1 else "none"
-    state = recipe.optimizer.state_type
-    for (is_trained, held), number in sorted(counted.items(), key=lambda one: (not one[0][0], one[0][1])):
-        shown = (f"{number:,}", held, recipe.precision)
-        if is_trained:
-            kept = f"fp32, of {plan.strategy.package}" if plan.strategy.package else "the weights"
-            kept = masters[0] if held == "bf16" else kept
-            rows.append(("trained", *shown, kept, "fp32", f"{recipe.optimizer.name}, {state}", sent))
-        else:
-            rows.append(("frozen", *shown, "", "", "", ""))
-    return tuple(rows)
-
-
-def _numbers(plan: RunPlan, model: nn.Module, narrow: str) -> Counter[tuple[bool, str]]:
-    """Count trained and frozen parameters by the type that holds them; `narrow` is that of trained matrices."""
-    recipe, counted = plan.recipe, Counter[tuple[bool, str]]()
-    rounded, whole, form = rounded_by_autocast(model), sizes_of_parts([model]), form_of(recipe.model)
-    for name, parameter in model.named_parameters():
-        if form is not None and name in whole:
-            held = str(form.value)
-        elif parameter.requires_grad:
-            held = narrow if name in rounded else "fp32"
-        else:  # as `store_frozen` does
-            is_narrow = name in rounded and parameter.dim() > 1 and not plan.strategy.package
-            held = recipe.precision if is_narrow else "fp32"
-        counted[parameter.requires_grad, held] += whole.get(name, parameter.numel())
-    return counted

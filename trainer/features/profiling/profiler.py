@@ -4,19 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from trainer.base.disk import remove, replace_text
 from trainer.checkpoint.owner import require_no_link
+from trainer.features.profiling.section import ProfileKeys
+from trainer.observe.builders import ObserverParts
 from trainer.observe.observer import Observer
 from trainer.observe.records import RunInfo, SummaryRow
 from trainer.observe.summary import TEXT_WIDTH
 
 _MOST_OPERATIONS = 10
 _MILLISECOND = 1e-3  # in the microseconds of the profiler
+
+
+def observer(parts: ObserverParts) -> Profiler:
+    """Return the profiler of a rank."""
+    profile = cast(ProfileKeys, parts.recipe.logging).profile
+    assert profile is not None
+    first, last = profile.steps
+    folder = Path(parts.recipe.checkpoint.folder) / "profile"
+    return Profiler((first, last), parts.environment.rank, parts.environment.world_size, folder, parts.note)
 
 
 class Profiler(Observer):

@@ -1,19 +1,14 @@
-"""The key of the section `logging` of a recipe, its rules, and the observer that it asks for."""
+"""The key of the section `logging` of a recipe, and its rules."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import Annotated, cast
 
 from pydantic import Field
 
 from trainer.recipe.schema import Logging, Section, Training
 from trainer.recipe.schema.section import Contradiction, clash
-
-if TYPE_CHECKING:
-    from trainer.observe.builders import ObserverParts
-    from trainer.observe.observer import Observer
 
 
 class Profile(Section):
@@ -42,15 +37,3 @@ def contradictions(logging: Logging, training: Training) -> Iterator[Contradicti
     if training.max_steps is not None and training.max_steps < first <= last:
         text = f"begins at step {first}, but `training.max_steps` is {training.max_steps}; use an earlier step"
         yield clash(text, "logging.profile.steps", "training.max_steps")
-
-
-def observer(parts: ObserverParts) -> Observer | None:
-    """Return the profiler of a rank; None if the recipe asks for no profile."""
-    profile = cast(ProfileKeys, parts.recipe.logging).profile
-    if profile is None:
-        return None
-    from trainer.features.profiling.profiler import Profiler
-
-    first, last = profile.steps
-    folder = Path(parts.recipe.checkpoint.folder) / "profile"
-    return Profiler((first, last), parts.environment.rank, parts.environment.world_size, folder, parts.note)

@@ -10,42 +10,11 @@ import torch
 from torch import Tensor
 
 from trainer.base.errors import TrainerError
-from trainer.base.text import for_terminal, listed
-from trainer.parallel.microbatch import Microbatch
-
-_CLOSE = {"fp32": 5e-5, "fp16": 0.02, "bf16": 0.1}
-"""The largest difference, relative to the largest output, by the type of the weights."""
-# Below it, differences relative to the largest output would show rounding only.
-_LEAST_OUTPUT = 1e-2
+from trainer.base.text import for_terminal
 
 
 class NotTheTrainedModelError(TrainerError):
     """The exported folder is not the trained model."""
-
-
-def compared(
-    found: Sequence[Mapping[str, Tensor]], expected: Sequence[Mapping[str, Tensor]], batches: Sequence[Microbatch]
-) -> tuple[float, float]:
-    """Return the largest difference of outputs at tokens that are no padding, and the largest output."""
-    difference = largest = 0.0
-    for one, other, batch in zip(found, expected, batches, strict=True):
-        mask = batch.inputs.get("attention_mask")
-        for name, there in other.items():
-            own = one.get(name)
-            if own is None or own.shape != there.shape:
-                # A missing output is the largest possible difference.
-                return math.inf, largest
-            is_of_tokens = there.dim() > 2 or name in ("start_logits", "end_logits")
-            if is_of_tokens and mask is not None and mask.shape == there.shape[:2]:
-                own, there = own[mask == 1], there[mask == 1]
-            if name == "scores" and batch.labels.shape == there.shape:  # a row may have fewer documents
-                own, there = own[batch.labels >= 0], there[batch.labels >= 0]
-            gap = gap_of(own, there)
-            difference = max(difference, gap.max().item() if gap.numel() else 0.0)
-            # Masked logits are -inf by design, and would make every tolerance infinite.
-            finite = there[there.isfinite()]
-            largest = max(largest, finite.abs().max().item() if finite.numel() else 0.0)
-    return difference, largest
 
 
 def gap_of(one: Tensor, other: Tensor) -> Tensor:
@@ -53,16 +22,6 @@ def gap_of(one: Tensor, other: Tensor) -> Tensor:
     # inf - inf is nan, although the values are equal.
     same = (one == other) | (one.isnan() & other.isnan())
     return torch.where(same, 0.0, (one - other).abs()).nan_to_num(math.inf)
-
-
-def require_same(difference: float, largest: float, dtype: str, lost: Sequence[str]) -> None:
-    if not lost and difference <= _CLOSE[dtype] * max(largest, _LEAST_OUTPUT):
-        return
-    without = f"; the folder has no {listed(lost, 3)}" if lost else ""
-    raise NotTheTrainedModelError(
-        f"the exported model must compute the outputs of the trained one, but differs by {difference:.3g} with outputs"
-        f" up to {largest:.3g}{without}; do not use the folder, and export again"
-    )
 
 
 def require_same_labels(own: Mapping[Any, str], there: Mapping[Any, str]) -> None:

@@ -7,6 +7,7 @@ own process, on a few rows, because a start with all imports takes seconds.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.base.errors import UsageError
-from trainer.base.text import one_line
+from trainer.base.text import listed, one_line
 from trainer.checkpoint.format import FACTS
 from trainer.data.collate import collate
 from trainer.data.loader import EvalLoader
@@ -40,8 +41,7 @@ from trainer.tasks.task import Task
 from trainer.tools.certify import folder_reader
 from trainer.tools.certify.comparing import (
     NotTheTrainedModelError,
-    compared,
-    require_same,
+    gap_of,
     require_same_labels,
     require_same_tokens,
     texts_of,
@@ -58,6 +58,10 @@ from trainer.use.trained import load_trained
 
 _MOST_BYTES = 1_000_000_000  # of outputs, which both processes hold or write
 _MOST_SECONDS = 3600.0
+_CLOSE = {"fp32": 5e-5, "fp16": 0.02, "bf16": 0.1}
+"""The largest difference, relative to the largest output, by the type of the weights."""
+# Below it, differences relative to the largest output would show rounding only.
+_LEAST_OUTPUT = 1e-2
 
 
 @dataclass(frozen=True)
@@ -123,8 +127,8 @@ class FolderCheck:
             there: Sequence[Mapping[str, Tensor]] = expected.outputs
             if "scores" in found[0]:
                 there = [{"scores": expected.scores(data.task, number)} for number in range(len(expected.batches))]
-            difference, largest = compared(found, there, expected.batches)
-            require_same(difference, largest, opened.dtype, reply["lost"])
+            difference, largest = _compared(found, there, expected.batches)
+            _require_same(difference, largest, opened.dtype, reply["lost"])
             rows = f"{len(data.evaluated.rows):,} rows of {one_line(data.evaluated.where.split(' (')[0])}"
             by = f"Another process, without `trainer`, with {opened.program.name} on the CPU in fp32,"
             metrics, num_texts = _metrics(data, expected, found), len(request["texts"])
@@ -327,3 +331,38 @@ def _metrics_of(task: Task, data: PreparedData, expected: _Expected, scores: Seq
     if task.generates or not expected.is_whole:
         return loss
     return loss | task.split_metrics(in_row_order([rows.joined()], len(data.validation)), data.evaluated)
+
+
+def _compared(
+    found: Sequence[Mapping[str, Tensor]], expected: Sequence[Mapping[str, Tensor]], batches: Sequence[Microbatch]
+) -> tuple[float, float]:
+    """Return the largest difference of outputs at tokens that are no padding, and the largest output."""
+    difference = largest = 0.0
+    for one, other, batch in zip(found, expected, batches, strict=True):
+        mask = batch.inputs.get("attention_mask")
+        for name, there in other.items():
+            own = one.get(name)
+            if own is None or own.shape != there.shape:
+                # A missing output is the largest possible difference.
+                return math.inf, largest
+            is_of_tokens = there.dim() > 2 or name in ("start_logits", "end_logits")
+            if is_of_tokens and mask is not None and mask.shape == there.shape[:2]:
+                own, there = own[mask == 1], there[mask == 1]
+            if name == "scores" and batch.labels.shape == there.shape:  # a row may have fewer documents
+                own, there = own[batch.labels >= 0], there[batch.labels >= 0]
+            gap = gap_of(own, there)
+            difference = max(difference, gap.max().item() if gap.numel() else 0.0)
+            # Masked logits are -inf by design, and would make every tolerance infinite.
+            finite = there[there.isfinite()]
+            largest = max(largest, finite.abs().max().item() if finite.numel() else 0.0)
+    return difference, largest
+
+
+def _require_same(difference: float, largest: float, dtype: str, lost: Sequence[str]) -> None:
+    if not lost and difference <= _CLOSE[dtype] * max(largest, _LEAST_OUTPUT):
+        return
+    without = f"; the folder has no {listed(lost, 3)}" if lost else ""
+    raise NotTheTrainedModelError(
+        f"the exported model must compute the outputs of the trained one, but differs by {difference:.3g} with outputs"
+        f" up to {largest:.3g}{without}; do not use the folder, and export again"
+    )

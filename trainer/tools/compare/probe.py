@@ -17,7 +17,7 @@ from trainer.base.disk import read_plain, replace_text
 from trainer.base.errors import UsageError
 from trainer.observe.observer import Observer
 from trainer.tools.plan.ledger import Ledger
-from trainer.tools.sampling import StepProfile
+from trainer.tools.step_profile import StepProfile
 
 STEPS = 2
 """The steps that a probe needs."""
