@@ -402,6 +402,7 @@ def _gpu_table(result: Mapping[str, Any]) -> str:
         "training",
         "samples/s",
         "MFU",
+        "HFU",
         "ms a step",
         "launches",
         "peak memory",
@@ -419,14 +420,14 @@ _USUAL = re.compile(r", (bf16|ddp|keyed dropout)(?=,|$)")  # keys of a training 
 
 def _gpu_row(name: str, row: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[str, ...]:
     if "rows" not in row:
-        return name, row.get("not_run") or row["error"].splitlines()[0], *"------"
-    mfu, peak = row.get("mfu"), row.get("peak_bytes")
+        return name, row.get("not_run") or row["error"].splitlines()[0], *"-------"
+    shares, peak = [row.get(share) for share in ("mfu", "hfu")], row.get("peak_bytes")
     same_batches = name.replace(", CUDA graphs", "")
     peers = [result.get(peer, {}).get(same_batches, {}).get("rows_per_second") for peer in ("plain", "transformers")]
     return (
         _USUAL.sub("", name),
         f"{row['rows_per_second']:,.0f}",
-        "-" if mfu is None else f"{mfu:.1%}",
+        *("-" if share is None else f"{share:.1%}" for share in shares),
         f"{1000 * row['step_seconds']:.1f}",
         str(row["launches"]),
         "-" if peak is None else _size(peak),

@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.gpu --json gpu.json
 
-- Speed, share of the peak (MFU), launched kernels and peak memory of trainings, beside a plain loop of PyTorch and
-  transformers' `Trainer`. The host reads each loss one step late, as in a run.
+- Speed, shares of the peak (MFU and HFU), launched kernels and peak memory of trainings, beside a plain loop of PyTorch
+  and transformers' `Trainer`. The host reads each loss one step late, as in a run.
 - The planned memory of each model, and the planned time of a step on a device that plans know.
 - An update with moments in 32 and in 8 bits.
 
@@ -282,7 +282,8 @@ def train(case: Case, planned: Mapping[str, Any] | None) -> dict[str, Any]:
     }
     if planned is not None and case.variant not in SHORT_ROWS:  # a plan has no padding
         peak = peak_flops(device.name, case.precision)
-        found["mfu"] = None if peak is None else planned["flops"] / step / peak
+        for share, flops in (("mfu", "model_flops"), ("hfu", "flops")):
+            found[share] = None if peak is None else planned[flops] / step / peak
         found["planned_step_seconds"] = planned.get("step_seconds")
         if not case.recipe().cuda_graphs:  # a plan does not know the memory of graphs
             found["planned_peak_bytes"] = planned["peak_bytes"]
@@ -381,7 +382,12 @@ def plan(case: Case, device: str = "") -> dict[str, Any]:
     """
     layout = plan_run(case.recipe(), 1)
     planned = plan_step(layout, 0, case.length, cuda=True)
-    found = {"peak_bytes": planned.peak.num_bytes, "flops": sum(planned.totals.flops.values())}
+    totals = planned.totals
+    found = {
+        "peak_bytes": planned.peak.num_bytes,
+        "flops": sum(totals.flops.values()),
+        "model_flops": totals.model_flops,
+    }
     if (known := device_named(device)) and (machine := parse_devices(known).machine):
         found["step_seconds"] = step_time(layout, [planned], machine, case.length).likely
     return found

@@ -123,7 +123,7 @@ def test_gpu_runs_in_small_on_a_cpu(tmp_path: Path):
     shown_name = name.removesuffix(", bf16, ddp, keyed dropout")
     (shown,) = [line for line in gpu_figures([found]).splitlines() if line.startswith(f"| {shown_name} |")]
     ratios = [row["rows_per_second"] / found[peer][name]["rows_per_second"] for peer in ("plain", "transformers")]
-    assert shown.startswith(f"| {shown_name} | {row['rows_per_second']:,.0f} | - | "), shown
+    assert shown.startswith(f"| {shown_name} | {row['rows_per_second']:,.0f} | - | - | "), shown
     assert shown.endswith(f" | {ratios[0]:.2f} | {ratios[1]:.2f} |"), shown
 
 
@@ -240,6 +240,25 @@ def test_a_page_shows_the_rows_that_failed_or_did_not_run():
     shown = gpu_figures([{"device": "H100", "torch": "2.11", "training": training, "transformers": {}}])
     assert "| one | OutOfMemoryError: too much | - |" in shown
     assert "| two | no time | - |" in shown
+
+
+@pytest.mark.parametrize("file", sorted((processes.ROOT / "docs" / "gpu").glob("*.json")), ids=lambda file: file.stem)
+def test_stored_utilisation_counts_the_products_of_the_model(file: Path):
+    """MFU by a count of BERT's and Llama's products by hand; HFU has further ones, so it is larger."""
+    hidden_layers = {"BERT-base": (768, 12), "BERT-large": (1024, 24)}
+    for name, row in json.loads(file.read_text())["training"].items():
+        model, rows, length = re.match(r"(.*), (\d+) x (\d+) tokens", name).groups()
+        tokens = int(rows) * int(length)
+        if model in hidden_layers:
+            hidden, layers = hidden_layers[model]
+            forward = tokens * layers * (12 * hidden**2 + 2 * int(length) * hidden) + int(rows) * hidden * (hidden + 2)
+        elif model == "Llama 1B":
+            of_layer = 2 * 2048**2 + 2 * 2048 * 512 + 3 * 2048 * 8192 + 2 * int(length) * 2048
+            forward = tokens * (16 * of_layer + 2048 * 128256)
+        else:
+            continue
+        assert row["mfu"] * row["step_seconds"] * 989.5e12 == pytest.approx(3 * 2 * forward), name
+        assert row["mfu"] < row["hfu"] < 1.2 * row["mfu"], name
 
 
 def test_settings_with_equal_trainings_share_a_table():

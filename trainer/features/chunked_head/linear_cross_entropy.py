@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from trainer.parallel.dtypes import at_least_fp32, product_in_fp32
@@ -68,6 +68,16 @@ class _Block(NamedTuple):
     has_label: Tensor
 
 
+class _Logits(nn.Module):
+    """The logits of a block in fp32 at least; a module, because plans count one in a backward pass as recomputed."""
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return at_least_fp32(F.linear(x, weight, bias))
+
+
+_logits = _Logits()
+
+
 def _blocks(x: Tensor, layer: LinearLayer, labels: Tensor, cut: VocabularyCut, num_columns: int) -> Iterator[_Block]:
     """Yield the blocks of this rank's columns, without padding; their logits are fresh, and in fp32 at least."""
     start, stop = bounds_of_part(cut.size, index_in_group(cut.group), group_size(cut.group))
@@ -76,7 +86,7 @@ def _blocks(x: Tensor, layer: LinearLayer, labels: Tensor, cut: VocabularyCut, n
         last = min(first + num_columns, stop - start)
         weight = layer.weight[first:last].to(x.dtype)
         bias = None if layer.bias is None else layer.bias[first:last].to(x.dtype)
-        logits = at_least_fp32(F.linear(x, weight, bias))
+        logits = _logits(x, weight, bias)
         target, elsewhere = target_columns(labels, ignored, start + first, last - first, cut.size)
         yield _Block(first, last, logits, weight, target.unsqueeze(1), ~elsewhere)
 

@@ -102,6 +102,11 @@ class Totals:
                 found[kind.dtype] += amount.flops
         return found
 
+    @property
+    def model_flops(self) -> int:
+        """Those of the model alone, without recomputation and without those of the optimizer."""
+        return sum(amount.model_flops for amount in self.work.values())
+
     def of_microbatches(self, axes: Mapping[str, str]) -> Totals:
         """Return the part that each microbatch repeats: all work but the optimizer's, and traffic of the model.
 
@@ -304,7 +309,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _enter_module(self, module: nn.Module, _: Any) -> None:
         self._has_passed = False
         # A module without a name counts as its outer one.
-        self._inside.append(self._names.get(module, self._inside[-1] if self._inside else ""))
+        self._inside.append(self._names.get(module, self._module(_in_backward())))
 
     def _leave_module(self, module: nn.Module, _: Any, output: Any) -> None:
         name = self._inside.pop()

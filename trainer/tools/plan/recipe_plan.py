@@ -328,6 +328,7 @@ def rank_as_object(made: RecipePlan, step: StepPlan) -> Mapping[str, Any]:
         ],
         "bytes_by_link": bytes_by_link(made, step),
         "flops": {str(kind).removeprefix("torch."): count for kind, count in step.totals.flops.items()},
+        "model_flops": step.totals.model_flops,
     }
 
 
@@ -340,6 +341,7 @@ def _time_as_object(time: StepTime | None) -> Mapping[str, Any] | None:
         "samples_per_second": time.samples_per_second,
         "tokens_per_second": time.tokens_per_second,
         "mfu": time.mfu,
+        "hfu": time.hfu,
         "pipeline": time.timeline
         and [
             {"idle_share": time.timeline.idle_share(rank), "most_microbatches_alive": time.timeline.most_alive(rank)}

@@ -52,7 +52,8 @@ class StepTime:
     parts: Mapping[str, float]  # the likely seconds of each part; their sum is `likely`
     samples_per_second: float  # rows of the global batch per second
     tokens_per_second: float  # their tokens, with padding
-    mfu: float  # the floating-point operations of the model, without recomputation, as a share of the devices' peak
+    mfu: float  # the model's floating-point operations, without recomputation, as a share of the devices' peak
+    hfu: float  # all floating-point operations of products, as a share of the devices' peak
     timeline: Timeline | None  # the likely timeline of one pass through the pipeline; None without one
 
 
@@ -71,12 +72,14 @@ def step_time(plan: RunPlan, steps: Sequence[StepPlan], machine: Machine, length
     least, likely, most = (sum(parts.values()) for parts, _ in found)
     parts, timeline = found[LIKELY]
     samples = plan.batch.global_batch_size / likely
-    work = (pair for step in steps for pair in step.totals.work.items())
-    # Recomputation is no work of the model, so MFU leaves it out.
-    ideal = sum(
-        amount.flops / machine.peak(type_name(kind.dtype)) for kind, amount in work if kind.phase != RECOMPUTED
-    ) / len(steps)
-    return StepTime(least, likely, most, parts, samples, samples * length, ideal / likely, timeline)
+    of_model = of_device = 0.0  # seconds at the peak, of all stages
+    for step in steps:
+        for kind, amount in step.totals.work.items():
+            peak = machine.peak(type_name(kind.dtype))
+            of_model += amount.model_flops / peak
+            of_device += amount.flops / peak
+    mfu, hfu = (ideal / len(steps) / likely for ideal in (of_model, of_device))
+    return StepTime(least, likely, most, parts, samples, samples * length, mfu, hfu, timeline)
 
 
 def type_name(dtype: torch.dtype | None) -> str:

@@ -22,17 +22,17 @@ MATMUL, ATTENTION, SPECIAL, REDUCTION, INTEGER, OTHER, VIEW = (
 )  # fmt: skip
 
 
-_ON_CPU = {f"_scaled_dot_product_flash_attention_for_cpu{end}": end for end in ("", "_backward")}
+_FLASH = "_scaled_dot_product_flash_attention"
+_LIKE = {f"{_FLASH}_for_cpu": _FLASH, f"{_FLASH}_for_cpu_backward": f"{_FLASH}_backward"}
+_LIKE |= {"addmm_": "addmm", "baddbmm_": "baddbmm"}
 FLOPS = ChainMap(
-    {
-        getattr(torch.ops.aten, name): flop_registry[
-            getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention{end}")
-        ]
-        for name, end in _ON_CPU.items()
-    },
+    {getattr(torch.ops.aten, name): flop_registry[getattr(torch.ops.aten, like)] for name, like in _LIKE.items()},
     flop_registry,
 )
-"""Formulas of the floating-point operations of matrix products and attention, by operation; kernels add theirs."""
+"""Formulas of the floating-point operations of matrix products and attention, by operation; kernels add theirs.
+
+They count all products of an operation. The backward pass of attention kernels computes the scores again.
+"""
 
 
 def _operations(*names: str) -> frozenset[Any]:
@@ -70,8 +70,9 @@ class Amount(NamedTuple):
     """Sums over operations of one kind: their number, floating-point operations, and bytes read and written."""
 
     number: int
-    flops: int
+    flops: int  # of all products that the device computes
     num_bytes: int
+    model_flops: int = 0  # of the model's products: without recomputation, and without those of the optimizer
 
 
 NOTHING = Amount(0, 0, 0)
@@ -109,6 +110,27 @@ def _bytes_moved(packet: Any, inputs: list[Tensor], outputs: list[Tensor]) -> in
     return moved * 7 // 4 if "_fused" in name else moved * 2  # all but the gradients is written too
 
 
+def _model_flops(phase: str, function: Any, args: Any, kwargs: Any, flops: int) -> int:
+    """Return the floating-point operations of the model among the `flops` of one operation.
+
+    The backward pass of attention has twice the model's products of its forward pass, which has the name of the
+    operation without "backward". All others that its kernels compute are recomputation.
+    """
+    if phase not in (FORWARD, BACKWARD) or not flops:
+        return 0
+    namespace, _, name = function._overloadpacket._qualified_op_name.partition("::")
+    forward, is_backward = name.removesuffix("_backward"), name.endswith("_backward")
+    if "attention" not in name or not is_backward:
+        return flops
+    of_namespace = getattr(torch.ops, namespace)
+    packet = getattr(of_namespace, forward, None) or getattr(of_namespace, f"{forward}_forward")
+    call = {**dict(zip((one.name for one in function._schema.arguments), args, strict=False)), **kwargs}
+    # Formulas of torch do not name their first three arguments as the operations do.
+    first = [call.pop(key) for key in ("query", "key", "value")]
+    names = {one.name for one in packet.default._schema.arguments}
+    return 2 * int(FLOPS[packet](*first, **{key: call[key] for key in call if key in names}, out_val=None))
+
+
 def work_of(
     phase: str, function: Any, args: Any, kwargs: Any, inputs: list[Tensor], outputs: list[Tensor], result: Any
 ) -> tuple[Kind, Amount]:
@@ -128,4 +150,5 @@ def work_of(
     # The size of an operation on all parameters depends on the number of layers; its sums must be linear in it.
     size = 0 if several else moved.bit_length()
     mixed = next((tensor.dtype for tensor in inputs if tensor.dtype != dtype), None)
-    return Kind(phase, operation, packet.__name__, dtype, flops.bit_length(), size, mixed), Amount(1, flops, moved)
+    kind = Kind(phase, operation, packet.__name__, dtype, flops.bit_length(), size, mixed)
+    return kind, Amount(1, flops, moved, _model_flops(phase, function, args, kwargs, flops))
