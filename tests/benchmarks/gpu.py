@@ -127,6 +127,7 @@ class Case:
             "data": {"source": "files", "train": "none", "max_length": self.length},
             "training": {"max_steps": 1000, "global_batch_size": self.rows, "micro_batch_size": self.rows},
             "precision": self.precision,
+            "cuda_graphs": False,
             "parallel": {"strategy": self.strategy},
         }
         for section, values in VARIANTS[self.variant].items():
@@ -285,7 +286,7 @@ def train(case: Case, planned: Mapping[str, Any] | None) -> dict[str, Any]:
         for share, flops in (("mfu", "model_flops"), ("hfu", "flops")):
             found[share] = None if peak is None else planned[flops] / step / peak
         found["planned_step_seconds"] = planned.get("step_seconds")
-        if not case.recipe().cuda_graphs:  # a plan does not know the memory of graphs
+        if case.recipe().cuda_graphs is not True:  # a plan does not know the memory of graphs
             found["planned_peak_bytes"] = planned["peak_bytes"]
     return found
 

@@ -61,7 +61,7 @@ class Work:
     def plan(self) -> StepTime:
         """Return the planned time of a step."""
         devices = parse_devices(self.devices)
-        keys = {"precision": "bf16", "task": _TEXTS, **self.keys}
+        keys = {"precision": "bf16", "task": _TEXTS, "cuda_graphs": False, **self.keys}
         sizes = {"max_steps": 1000, "global_batch_size": self.rows, "micro_batch_size": self.rows}
         recipe = Recipe.model_validate(
             {

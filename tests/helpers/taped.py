@@ -7,6 +7,7 @@ recorded function's Python code again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -43,12 +44,15 @@ class TapeCapture:
         self._kept, self._results = kept, results
         self.num_captures = 0
         self.num_replays = 0
+        self._cuts: list[tuple[int, Callable[[], object]]] = []  # of the running recording: operations before each
+        self._recording: _Recording | None = None
+        self.events: list[str | int] = []  # of all replays: the operations of each part, and calls of `sums`
         self.added: list[int] = []  # for each recording, the number of `results` that it adds to in place
 
     def __call__(self, function: Callable[[], None]) -> Callable[[], object]:
         kept = [tensor for tensor in self._kept() if tensor is not None]
         before = [tensor.clone() for tensor in kept]
-        recording = _Recording()
+        self._recording, self._cuts = recording, cuts = _Recording(), []
         with recording:
             function()
         for tensor, old in zip(kept, before, strict=True):
@@ -60,13 +64,37 @@ class TapeCapture:
         ends = {tensor.data_ptr() for tensor in self._results()}
         calls = (call for call in recording.calls if call[0] is torch.ops.aten.add_.Tensor)
         self.added.append(sum(arguments[0].data_ptr() in ends for _, arguments, *_ in calls))
-        return lambda: self._replay(recording, places)
+        return lambda: self._replay(recording, places, cuts)
+
+    def cut(self, between: Callable[[], object]) -> None:
+        assert self._recording is not None
+        self._cuts.append((len(self._recording.calls), between))
+
+    def beside(self) -> AbstractContextManager[object]:
+        self.events.append("sums")
+        return nullcontext()
+
+    def join(self) -> None:
+        self.events.append("join")
 
     @torch.no_grad()
-    def _replay(self, recording: _Recording, places: dict[int, Tensor]) -> None:
+    def _replay(
+        self, recording: _Recording, places: dict[int, Tensor], cuts: list[tuple[int, Callable[[], object]]]
+    ) -> None:
         self.num_replays += 1
         made: dict[int, Tensor] = {}
-        for function, args, kwargs, results in recording.calls:
+        start = 0
+        for end, between in cuts:
+            self._replay_part(recording.calls[start:end], places, made)
+            between()
+            start = end
+        self._replay_part(recording.calls[start:], places, made)
+
+    def _replay_part(
+        self, calls: list[tuple[Any, Any, Any, list[Tensor]]], places: dict[int, Tensor], made: dict[int, Tensor]
+    ) -> None:
+        self.events.append(len(calls))
+        for function, args, kwargs, results in calls:
             now = tree_map_only(Tensor, lambda tensor: made.get(id(tensor), tensor), (args, kwargs))
             found = function(*now[0], **now[1])
             for old, new in zip(results, [x for x in tree_flatten(found)[0] if isinstance(x, Tensor)], strict=True):

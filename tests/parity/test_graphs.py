@@ -6,10 +6,16 @@ A tape of operations stands for CUDA graphs here (`tests/helpers/taped.py`); `te
 from __future__ import annotations
 
 import re
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from itertools import islice
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers.ranks import RankPools
 from tests.helpers.taped import TapeCapture
@@ -18,6 +24,7 @@ from tests.parity.cases import TOLERANCES, assert_same_curve
 from trainer.base.errors import UsageError
 from trainer.engine import graphs
 from trainer.engine.graphs import CudaCapture
+from trainer.parallel import gradients
 from trainer.parallel.microbatch import Microbatch
 from trainer.recipe.schema import Recipe
 
@@ -26,9 +33,18 @@ DROPPED = {"model": {"dropout": 0.1}, "data": {"pad_to": 8}, "training": {"micro
 
 
 def train(
-    recipe: Recipe, graphed: bool, steps: int = STEPS, tapes: list[TapeCapture] | None = None
+    recipe: Recipe,
+    graphed: bool,
+    steps: int = STEPS,
+    tapes: list[TapeCapture] | None = None,
+    eager: int = 0,
+    reports: list[str] | None = None,
 ) -> tuple[Curve, int, int]:
-    """Train some steps, and return their curve and the numbers of captures and replays; add the tape to `tapes`."""
+    """Train some steps, and return their curve and the numbers of captures and replays; add the tape to `tapes`.
+
+    Args:
+        eager: the steps before graphs are chosen, which then report failures to `reports`.
+    """
     tapes = [] if tapes is None else tapes
     with pytest.MonkeyPatch.context() as patch:
 
@@ -45,10 +61,20 @@ def train(
         # As a copy that was begun ahead: it does not know the padding.
         patch.setattr(Microbatch, "to", lambda self, device: replace(self.map(torch.clone), is_padded=None))
         # A mesh may name its device otherwise than its tensors do, as "cuda" and "cuda:0".
-        with tiny_training(recipe.model_copy(update={"cuda_graphs": graphed}), device="cpu:0") as training:
-            parameters = list(training.engine.parameters.values())
-            schedule = training.engine._schedule
-            results = training.steps(steps)
+        graphs_now = graphed and not eager
+        with tiny_training(recipe.model_copy(update={"cuda_graphs": graphs_now}), device="cpu:0") as training:
+            engine = training.engine
+            parameters = list(engine.parameters.values())
+            batches = list(islice(training.loader, steps))
+            results = [engine.train_step(batch) for batch in batches[:eager]]
+            if eager:
+                call = engine._forward._call
+                wrapped = [weakref.ref(call)] if isinstance(call, DistributedDataParallel) else []
+                del call
+                engine.to_graphs(engine, (reports if reports is not None else []).append)
+                assert not any(one() for one in wrapped), "DDP is gone, and so are its hooks"
+            schedule = engine._schedule
+            results += [engine.train_step(batch) for batch in batches[eager:]]
             curve = Curve([result.loss for result in results], [result.grad_norm for result in results])
     return curve, sum(tape.num_captures for tape in tapes), sum(tape.num_replays for tape in tapes)
 
@@ -79,6 +105,42 @@ def test_two_data_ranks_sum_the_gradients_of_their_graphs(ranks: RankPools):
     for found, _, replays in ranks(2).run(train, recipe, True):
         assert replays
         assert_same_curve(found, expected, TOLERANCES["fp32"])
+
+
+def train_in_parts(parts: int, recipe: Recipe) -> tuple[Curve, list[str | int]]:
+    """Train with passes cut into some graphs, and return the curve and the events of all replays."""
+    tapes: list[TapeCapture] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "_MOST_PARTS", parts)
+        patch.setattr(gradients, "_BUCKET_BYTES", 2**10)
+        curve, *_ = train(recipe, True, STEPS, tapes)
+    return curve, tapes[0].events
+
+
+@pytest.mark.parametrize(
+    ("changes", "passes"),
+    [
+        ({"training": {"micro_batch_size": 4}}, 1),
+        ({"training": {"micro_batch_size": 2, "max_grad_norm": 0.01}, "precision": "bf16"}, 2),
+        pytest.param({"training": {"micro_batch_size": 2}, "precision": "fp16"}, 2, marks=pytest.mark.slow),
+    ],
+    ids=["one microbatch", "accumulated, clipped, bf16", "accumulated, fp16"],
+)
+def test_sums_begin_between_the_graphs_of_the_last_pass(ranks: RankPools, changes: dict[str, Any], passes: int):
+    recipe = tiny_recipe(model={"dropout": 0.1}, data={"pad_to": 32}, **changes)
+    recipe = recipe.model_copy(update={"training": recipe.training.model_copy(update={"global_batch_size": 8})})
+    whole, parted = (ranks(2).run(train_in_parts, parts, recipe) for parts in (1, 4))
+    for (expected, of_whole), (found, events) in zip(whole, parted, strict=True):
+        assert found == expected, "bit for bit"
+        operations = [event for event in of_whole if isinstance(event, int)]
+        assert "sums" not in of_whole
+        # The last step: all graphs of its first passes, and the sums after each graph of the last pass.
+        *_, last = (words.split() for words in " ".join(map(str, events)).split("join") if words.strip())
+        sizes, parts = [int(word) for word in last if word != "sums"], last.count("sums")
+        assert sum(sizes) == sum(operations[-passes:])
+        assert parts >= 3
+        assert all(sizes)
+        assert [word == "sums" for word in last] == [False] * parts * (passes - 1) + [False, True] * parts
 
 
 @pytest.mark.parametrize(
@@ -128,3 +190,93 @@ def test_too_many_shapes_are_refused(monkeypatch: pytest.MonkeyPatch):
 def test_a_cpu_is_refused():
     with pytest.raises(UsageError, match="needs an NVIDIA GPU, but the device is cpu; set it to false"):
         CudaCapture(torch.device("cpu"))
+
+
+def train_then_capture(recipe: Recipe, eager: int, fails: bool = False) -> tuple[Curve, int, list[str]]:
+    """Train with graphs from a later step on, and return the curve, the replays and the reports."""
+    reports: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        if fails:
+            patch.setattr(TapeCapture, "__call__", _fail)
+        curve, _, replays = train(recipe, True, STEPS, eager=eager, reports=reports)
+    return curve, replays, reports
+
+
+def _fail(self: TapeCapture, function: Callable[[], None]) -> None:
+    function()  # which sets gradients that nothing will write
+    self._kept()[-1].zero_()
+    raise RuntimeError("CUDA out of memory\nmore")
+
+
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+def test_a_run_that_captures_later_has_the_losses_of_one_without_graphs(ranks: RankPools, precision: str):
+    recipe = tiny_recipe(
+        model={"dropout": 0.1}, data={"pad_to": 32}, training={"micro_batch_size": 3}, precision=precision
+    )
+    expected = ranks(2).run(train, recipe, False)
+    for (plain, *_), (found, replays, reports) in zip(
+        expected, ranks(2).run(train_then_capture, recipe, 2), strict=True
+    ):
+        assert found == plain, "bit for bit"
+        assert not reports
+        # Two microbatches a step. The first step after the choice is eager, and so is the short one at the epoch's end.
+        assert replays == 4
+
+
+def test_a_failed_capture_is_reported_and_the_pass_runs_eagerly():
+    recipe = tiny_recipe(data={"pad_to": 32}, training={"micro_batch_size": 12})
+    expected, *_ = train(recipe, graphed=False)
+    found, replays, reports = train_then_capture(recipe, 2, fails=True)
+    assert found == expected
+    assert replays == 0
+    assert reports == [
+        '`cuda_graphs` is "auto", but a pass of this model cannot be captured (CUDA out of memory); set it to false'
+    ]
+
+
+class _FakeGraph:
+    """A CUDA graph that notes its calls."""
+
+    log: ClassVar[list[str]] = []
+
+    def __init__(self) -> None:
+        self.name = f"graph {sum(line.startswith('begin') for line in self.log) + 1}"
+
+    def capture_begin(self, *pool: str, capture_error_mode: str, **options: Any) -> None:
+        self._pool = [*pool, *([options["pool"]] if options.get("pool") else [])]
+        self.log.append(f"begin {self.name}{' in ' * bool(self._pool)}{''.join(self._pool)}")
+
+    def capture_end(self) -> None:
+        self.log.append(f"end {self.name}")
+
+    def pool(self) -> str:
+        return "the pool"
+
+    def replay(self) -> None:
+        self.log.append(f"replay {self.name}")
+
+
+def test_a_cut_ends_a_graph_and_begins_the_next_in_its_pool(monkeypatch: pytest.MonkeyPatch):
+    log: list[str] = []
+    monkeypatch.setattr(_FakeGraph, "log", log)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", _FakeGraph)
+    for name in ("synchronize", "empty_cache", "Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: "a stream")
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: None, raising=False)
+    capture = CudaCapture(torch.device("cuda"))
+    weight = torch.ones(2, requires_grad=True)
+    weight.register_post_accumulate_grad_hook(lambda _: capture.cut(lambda: log.append("sums")))
+
+    def step() -> None:
+        log.append("pass")
+        (weight * 2).sum().backward()
+
+    replay = capture(step)
+    assert log == ["begin graph 1", "pass", "end graph 1", "begin graph 2 in the pool", "end graph 2"]
+    log.clear()
+    replay()
+    assert log == ["replay graph 1", "sums", "replay graph 2"]
+    log.clear()
+    capture(lambda: None)()
+    assert log == ["begin graph 1 in the pool", "end graph 1", "replay graph 1"]

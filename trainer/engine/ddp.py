@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +30,7 @@ from trainer.recipe.plan import RunPlan
 from trainer.tasks.task import Task
 
 if TYPE_CHECKING:
+    from trainer.engine.graphs import GraphedSchedule
     from trainer.engine.rounded_weights import RoundedWeights
 
 INTERNALS = Internals(
@@ -74,6 +77,10 @@ class GradientPlaces:
         """Return the place of a gradient; None if it is unknown, or has the sum of earlier passes."""
         place = self._views.get(parameter) if parameter.grad is None else None
         return None if place is None else place.detach()  # autograd takes over a tensor that nobody else holds
+
+    def forget(self) -> None:
+        """Forget all places, before DDP is dropped."""
+        self._views.clear()
 
 
 def wrap_ddp(
@@ -130,6 +137,39 @@ def _refuse_dependent_rows(task: Task) -> None:
         )
 
 
+@dataclass(frozen=True)
+class _Graphs:
+    """The passes of a model as CUDA graphs, from the first step or from a later one on."""
+
+    forward: ModelForward
+    loss_sum: Callable[[Microbatch], Tensor]
+    rounded: RoundedWeights | None
+    task: Task
+    parameters: Mapping[str, nn.Parameter]
+    sent_in: torch.dtype | None
+
+    def schedule(self, report: Callable[[str], object] | None = None) -> GraphedSchedule:
+        """Return the schedule, which sums the gradients itself; for `report` see `GraphedSchedule`."""
+        from trainer.engine.graphs import CudaCapture, CutSums, EagerReplay, GraphedSchedule
+
+        _refuse_dependent_rows(self.task)
+        mesh, parameters = self.forward.mesh, self.parameters.values()
+        # A graph rounds the weights itself, because it reads the memory that it was captured with.
+        loss_sum = self.loss_sum if self.rounded is None else self.rounded.used_in(self.loss_sum)
+        capture = CudaCapture(mesh.device) if mesh.traits.captures_graphs else EagerReplay()
+        sums = CutSums(() if mesh.size("dp") == 1 else parameters, mesh.group("dp"), self.sent_in)
+        return GraphedSchedule(loss_sum, parameters, self.forward.dropout_table, capture, sums, report)
+
+    def replace(self, places: GradientPlaces, engine: NativeEngine, report: Callable[[str], object]) -> GraphedSchedule:
+        """Let the engine run later steps by this schedule, without DDP."""
+        places.forget()
+        self.forward.call_model()
+        schedule = self.schedule(report)
+        engine.use(schedule)
+        gc.collect()  # the hooks of DDP leave the gradients with it
+        return schedule
+
+
 def build_ddp(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan, total_steps: int) -> NativeEngine:
     """Return the engine of `ddp`; one data rank runs the model without a wrapper.
 
@@ -148,8 +188,8 @@ def build_ddp(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan,
         rounded = rounded_weights([model], recipe, place_of=places.of)
     named = dict(model.named_parameters())
     # DDP has gradients in the type of the weights only, and its hooks do not run in a CUDA graph.
-    left_out = {} if is_alone else named if recipe.cuda_graphs else stored_in_bf16(model)
-    sums = OverlappedSums(left_out.values(), mesh.group("dp"), sent_in)
+    is_captured = recipe.cuda_graphs is True
+    left_out = {} if is_alone else named if is_captured else stored_in_bf16(model)
     call: nn.Module = model
     no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
     complete: Callable[[], object] = nothing
@@ -158,27 +198,28 @@ def build_ddp(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan,
             # No rank receives these gradients, but one process must round as several ranks do.
             complete = partial(round_gradients_, list(named.values()), sent_in)
     else:
-        if not recipe.cuda_graphs:
+        if not is_captured:
             complete = partial(_refuse_unused_parameters, model)
         # DDP refuses a model without any gradient to sum.
         if any(p.requires_grad and name not in left_out for name, p in named.items()):
             call = wrapped = wrap_ddp(model, mesh, sent_in, left_out, places)
             no_sync = wrapped.no_sync
-    # A graph rounds the weights itself, because it reads the memory that it was captured with.
-    forward = ModelForward(built, task, mesh, plan, call, rounded=None if recipe.cuda_graphs else rounded)
+    # Graphs round the weights themselves.
+    forward = ModelForward(built, task, mesh, plan, call, rounded=None if is_captured else rounded)
     # Which weights have one use is known from the first graph only; see `RoundedWeights.learn`.
     loss_sum: Callable[[Microbatch], Tensor] = forward.loss_sum
     if rounded is not None:
         from trainer.engine.rounded_weights import learning
 
         loss_sum = learning(model, loss_sum, rounded.learn)
-    if recipe.cuda_graphs:
-        from trainer.engine.graphs import CudaCapture, GraphedSchedule, replay_eagerly
-
-        _refuse_dependent_rows(task)
-        loss_sum = loss_sum if rounded is None else rounded.used_in(loss_sum)
-        capture = CudaCapture(mesh.device) if mesh.traits.captures_graphs else replay_eagerly
-        schedule: Schedule = GraphedSchedule(loss_sum, named.values(), forward.dropout_table, capture, sums)
+    graphs = _Graphs(forward, loss_sum, rounded, task, named, sent_in)
+    schedule: Schedule
+    if is_captured:
+        schedule = graphs.schedule()
     else:
+        sums = OverlappedSums(left_out.values(), mesh.group("dp"), sent_in)
         schedule = AccumulationSchedule(loss_sum, no_sync, sums)
-    return NativeEngine(forward, [built], schedule, placements_of(built, mesh), total_steps, complete)
+    engine = NativeEngine(forward, [built], schedule, placements_of(built, mesh), total_steps, complete)
+    if not is_captured:
+        engine.to_graphs = partial(graphs.replace, places)
+    return engine

@@ -39,6 +39,8 @@ class Engine(ABC):
         placements: the placement of each parameter, by its name in `models`.
     """
 
+    is_captured = False  # whether CUDA graphs were chosen during the run
+
     def __init__(
         self,
         forward: ModelForward,
@@ -108,7 +110,7 @@ class Engine(ABC):
     def notes(self) -> list[str]:
         """Return notes for the user on the optimizer, on CUDA graphs and on compiled layers."""
         notes = self.optimizer.notes(self._mesh.device)
-        if self._recipe.cuda_graphs:
+        if self._recipe.cuda_graphs is True:
             notes.append("each shape of microbatches is captured as a CUDA graph when it comes again")
         if self._recipe.compile:
             from trainer.models.compiled import compile_cache

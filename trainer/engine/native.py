@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,6 +30,9 @@ from trainer.parallel.placement import ROWS_AXIS, Placements
 from trainer.parallel.row_groups import RowGroups
 from trainer.parallel.shards.boxes import TensorPart, tensor_part
 from trainer.parallel.shards.gathering import local_part
+
+if TYPE_CHECKING:
+    from trainer.engine.graphs import GraphedSchedule
 
 
 def _begin_read(numbers: Tensor) -> Callable[[], list[float]]:
@@ -59,6 +63,9 @@ class NativeEngine(Engine):
     microbatches of a step. `complete` completes the gradients, after those that tensor ranks have in parts are summed.
     For other arguments see `Engine`.
     """
+
+    to_graphs: Callable[[NativeEngine, Callable[[str], object]], GraphedSchedule] | None = None
+    """Let this engine capture the passes of later steps as CUDA graphs, and report why one runs eagerly after all."""
 
     def __init__(
         self,
@@ -159,6 +166,10 @@ class NativeEngine(Engine):
         device = local_part(next(iter(self.parameters.values()))).device
         self.optimizer.begin(rate, self._step, found_inf=flag.to(device))
         self.optimizer.step()
+
+    def use(self, schedule: Schedule) -> None:
+        """Run later steps by another schedule, which replaces `to_graphs`."""
+        self._schedule, self.to_graphs, self.is_captured = schedule, None, True
 
     def idle_share(self) -> float | None:
         return self._schedule.idle_share()

@@ -28,12 +28,14 @@ class SampledSteps(RunTool):
     _sampler: Sampler | None = None
 
     def begin(self, parts: Assembly, meter: Meter, saves: bool) -> None:
-        device = parts.mesh.device.type
+        device, self._engine = parts.mesh.device.type, parts.engine
         if saves and obstacle(parts.recipe.model_dump(mode="json"), device) is None:
             self._sampler = Sampler(meter, device)
 
     def around_step(self) -> AbstractContextManager[object]:
-        return self._sampler.sampled() if self._sampler is not None else nullcontext()
+        if self._sampler is None or self._engine.is_captured:  # the profiler can break a captured graph
+            return nullcontext()
+        return self._sampler.sampled()
 
     def seconds(self) -> tuple[float, ...]:
         return self._sampler.take() if self._sampler is not None else ()
@@ -111,7 +113,7 @@ def obstacle(recipe: Mapping[str, Any], device: str) -> str | None:
     logging = recipe.get("logging")
     if isinstance(logging, Mapping) and logging.get("profile"):  # a file of metrics may hold any value
         return "`logging.profile` has the profiler"
-    if recipe.get("cuda_graphs"):
+    if recipe.get("cuda_graphs") is True:
         return "`cuda_graphs` is true, and the profiler can break a captured graph"
     if recipe.get("compile") and device == "cpu":
         return "`compile` is true, and the profiler does not see the operations of compiled code on a CPU"

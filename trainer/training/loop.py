@@ -332,6 +332,8 @@ class Loop:
         record = self.tools.completed(record, [rank.of_tools for rank in ranks], elapsed)
         with self.meter.during(OUTPUT):
             self._report(lambda: self.observers.step(record))
+            for note in self.tools.news():
+                self.observers.note(note)
 
     def _numbers(self, rates: Rates) -> list[RankNumbers]:
         """Return the numbers of every rank; of one process with several GPUs, those of every GPU."""

@@ -70,6 +70,10 @@ class RunTool:
         """Return the record of a step with the numbers of this tool; `ranks` holds the `seconds` of every rank."""
         return record
 
+    def news(self) -> list[str]:
+        """Return notes for the user since the last call; called after each record, on every rank."""
+        return []
+
     def export_check(self, parts: Assembly) -> ExportCheck | None:
         """Return a check of the model that the end of the run exports. All ranks call it."""
         return None
@@ -90,6 +94,9 @@ class RunTools:
 
     def notes(self) -> list[str]:
         return [note for tool in self._tools for note in tool.notes()]
+
+    def news(self) -> list[str]:
+        return [note for tool in self._tools for note in tool.news()]
 
     @contextmanager
     def around_step(self) -> Iterator[None]:

@@ -56,9 +56,9 @@ class Recipe(Section):
     """Recompute the activations of each layer in the backward pass; selective keeps the matrix products."""
     compile: bool = False
     """Compile each kind of layer once with torch.compile; evaluations run uncompiled."""
-    cuda_graphs: bool = False
+    cuda_graphs: bool | Literal["auto"] = "auto"
     """Launch the passes of a microbatch as one CUDA graph, captured for each shape of microbatches; needs `ddp` and
-    NVIDIA GPUs. Evaluations run without graphs."""
+    NVIDIA GPUs. Evaluations run without graphs. "auto" captures them on GPUs that wait for the host, where it can."""
     training: Training = Training()
     optimizer: Annotated[OptimizerSection, Field(discriminator="name")] = AdamW()
     schedule: Annotated[ScheduleSection, Field(discriminator="name")] = Linear()

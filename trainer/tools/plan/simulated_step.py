@@ -381,7 +381,7 @@ def _step(engine: NativeEngine) -> None:
 def _warm_up_steps(plan: RunPlan) -> int:
     """Return the number of steps after which all are alike: one for the optimizer, one for the buckets of DDP."""
     recipe, is_ddp = plan.recipe, plan.strategy.name == "ddp" and plan.pipeline is None
-    in_buckets = is_ddp and plan.layout.data_parallel_size > 1 and not recipe.cuda_graphs
+    in_buckets = is_ddp and plan.layout.data_parallel_size > 1 and recipe.cuda_graphs is not True
     return 2 if in_buckets and recipe.precision != "fp32" else 1
 
 

@@ -16,6 +16,7 @@ import torch
 
 from trainer.parallel.mesh import AXES, JOINT_AXES
 from trainer.parallel.placement import CONTEXT_AXIS, ROWS_AXIS
+from trainer.recipe.graphs_choice import LEAST_HOST_SHARE, auto_obstacle
 from trainer.recipe.plan import Layout, RunPlan
 from trainer.tools.plan.hardware import LEAST, LIKELY, MOST, Machine, Speed, kernel_name
 from trainer.tools.plan.ledger import POINT_TO_POINT
@@ -38,6 +39,7 @@ from trainer.tools.report.timeline import RUN_BACKWARD, RUN_FORWARD, Action, Tim
 _TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "int64", torch.bool: "bool",
 }  # fmt: skip
+_PASSES = (FORWARD, BACKWARD, RECOMPUTED)
 _DATA_AXES = frozenset(("dp", "dp_replicate", "dp_shard"))
 _ROWS_AXES = frozenset((ROWS_AXIS, *JOINT_AXES[ROWS_AXIS]))
 
@@ -203,7 +205,7 @@ class _Estimate:
         slowest, bubble, sent, timeline = self._pipelined(found)
         step, (compute, host) = self._steps[slowest], found[slowest]
         return {
-            COMPUTE: sum(compute[phase] for phase in (FORWARD, BACKWARD, RECOMPUTED)),
+            COMPUTE: sum(compute[phase] for phase in _PASSES),
             COMMUNICATION: self._exposed(step, compute) + sent,
             COPIES: self._speed.host.seconds(step.totals.moved),
             BUBBLE: bubble,
@@ -230,10 +232,16 @@ class _Estimate:
             updated = sum(amount.num_bytes for kind, amount in work.items() if kind.phase == OPTIMIZER_STEP)
             # With offload, the CPU updates.
             device[OPTIMIZER_STEP] = self._speed.host.seconds(updated)  # the host's memory bounds its update
-        if self._plan.recipe.cuda_graphs:  # the host launches one graph for the passes of a microbatch
-            issued |= dict.fromkeys((FORWARD, BACKWARD, RECOMPUTED), 0.0)
+        if self._is_captured(device, issued):  # the host launches one graph for the passes of a microbatch
+            issued |= dict.fromkeys(_PASSES, 0.0)
         # On a GPU the host works ahead of the device, so only the rest beyond the device's time counts.
         return device, {phase: max(0.0, issued[phase] - device[phase]) for phase in PHASES}
+
+    def _is_captured(self, device: Mapping[str, float], issued: Mapping[str, float]) -> bool:
+        recipe, spent = self._plan.recipe, sum(max(device[phase], issued[phase]) for phase in PHASES)
+        if recipe.cuda_graphs != "auto" or sum(issued.values()) < LEAST_HOST_SHARE * spent:
+            return recipe.cuda_graphs is True
+        return auto_obstacle(recipe) is None
 
     def _collectives(self, step: StepPlan) -> list[_Collective]:
         found = []
