@@ -44,7 +44,7 @@ def child(monkeypatch: pytest.MonkeyPatch, code: str) -> list[list[str]]:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         return subprocess.Popen([sys.executable, "-S", "-c", code], text=True, **pipes)
 
-    monkeypatch.setattr(advice, "_start", start)
+    monkeypatch.setattr(advice, "start_plan", start)
     return started
 
 
@@ -90,7 +90,7 @@ def test_the_error_stays_without_memory_for_a_plan(
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr(Loop, "run", step)
-    monkeypatch.setattr(advice, "_start", start)
+    monkeypatch.setattr(advice, "start_plan", start)
     assert main(["run", str(write_tiny_run(tmp_path))]) == 1
     assert "is full (CUDA out of memory.)" in capsys.readouterr().err
 

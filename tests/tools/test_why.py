@@ -181,3 +181,19 @@ def test_a_copied_folder_without_its_data_is_only_read(tmp_path: Path, capsys: p
     text = (tmp_path / "run" / METRICS_FILE_NAME).read_text()
     (tmp_path / "run" / METRICS_FILE_NAME).write_text(text.replace('"world_size": 1', '"world_size": 0'))
     assert main(["why", str(tmp_path / "run")]) == 2
+
+
+def test_a_run_that_is_slower_than_its_plan_has_the_note_of_its_guard(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    recipe = json.loads(tiny_recipe(evaluation={"every": None}, cuda_graphs=False).model_dump_json())
+    file = MetricsFile()
+    file.start(run_info(tmp_path, recipe=recipe, world_size=1, device="NVIDIA H100 80GB HBM3"))
+    for step in (10, 20):
+        file.step(
+            step_record(step, seconds={"step": 1.0, "device": 0.01}, step_seconds=1.0, tokens_per_second=16 * 320.4)
+        )
+    file.close()
+    (note,) = (note for note in explained(tmp_path, capsys)["notes"] if "planned speed" in note)
+    assert note.startswith("a step takes 1 s, and 0.0")
+    assert note.endswith('the GPU waits for the host; set `cuda_graphs` to "auto"')

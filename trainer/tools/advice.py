@@ -40,7 +40,7 @@ class PlannedMemory:
         # The size of the memory is not known here: a look at it would start CUDA before data workers fork.
         self._command = _plan_command(resolved, environment, "1GiB")
         with suppress(OSError):
-            self._child = _start(self._command, "--json", "--changes", "0")
+            self._child = start_plan(self._command, "--json", "--changes", "0")
 
     def stop(self) -> None:
         if self._child is not None:
@@ -54,7 +54,7 @@ class PlannedMemory:
         gpus = f"{self._environment.local_world_size}x{memory / 2**30:.1f}GiB"
         command = shlex.join([*self._command[:at], gpus, *self._command[at + 1 :]])
         try:
-            needed = _result(self._child, _WAIT_SECONDS)["needed_bytes"]
+            needed = result_of(self._child, _WAIT_SECONDS)["needed_bytes"]
         except NoPlanError as error:
             return [f"memory was not planned: {error}; this command plans it: {command}"]
         finally:
@@ -81,11 +81,11 @@ def explained(error: RuntimeError, resolved: ResolvedRecipe, environment: Launch
 def advice(command: Sequence[str]) -> str | None:
     """Return the peak of a run and changes that fit, from its planning command; None if it fails or takes a minute."""
     try:
-        child = _start(command, "--json")
+        child = start_plan(command, "--json")
     except OSError:  # no memory for a process
         return None
     try:
-        made = _result(child, _ADVICE_SECONDS)
+        made = result_of(child, _ADVICE_SECONDS)
     except NoPlanError:
         return None
     finally:
@@ -107,7 +107,7 @@ def advice(command: Sequence[str]) -> str | None:
     return "\n".join(lines)
 
 
-def _start(command: Sequence[str], *options: str) -> subprocess.Popen[str]:
+def start_plan(command: Sequence[str], *options: str) -> subprocess.Popen[str]:
     """Start a planning command that leaves the GPUs alone."""
     return subprocess.Popen(
         [sys.executable, "-m", *command, *options],
@@ -125,7 +125,12 @@ def _stop(child: subprocess.Popen[str]) -> None:
     child.communicate()
 
 
-def _result(child: subprocess.Popen[str], seconds: float) -> Mapping[str, Any]:
+def result_of(child: subprocess.Popen[str], seconds: float) -> Mapping[str, Any]:
+    """Return the plan of a planning command, for which it waits so many seconds.
+
+    Raises:
+        NoPlanError: it failed, or is not ready.
+    """
     try:
         text, errors = child.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:

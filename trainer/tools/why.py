@@ -31,6 +31,7 @@ from trainer.tools.plan.hardware import Devices, device_named, parse_devices
 from trainer.tools.plan.recipe_plan import RecipePlan, plan_recipe
 from trainer.tools.report.report import Run, read_run
 from trainer.tools.report.time_parts import COMMUNICATION, HOST, WAITING, TimeParts, time_parts
+from trainer.tools.utilisation import FIRST_STEP, Planned, mean_length, shortfall
 
 _FOLDER = "why"  # in the folder of the run
 _MOST_CHANGES = 3
@@ -137,6 +138,7 @@ def explain(folder: Path, hardware: str | None, steps: int | None, show: Callabl
     with _recipe_file(run, is_kept=steps is not None) as recipe:
         advisor = _Advisor(recipe, run, parts, _devices(run, hardware, world_size))
         changes = advisor.changes()
+        advisor.note_speed()
         made = Explanation(run, parts, tuple(changes), advisor.batch, tuple(advisor.notes))
         if steps is None or not changes:
             return made
@@ -185,6 +187,24 @@ class _Advisor:
             if kind != "training" and (key not in found or found[key].gain < gain):
                 found[key] = Change(word, gain, basis, kind)
         return sorted(found.values(), key=lambda change: -change.gain)[:_MOST_CHANGES]
+
+    def note_speed(self) -> None:
+        """Add the note of the guard in each run (`watched_speed.py`); none without measured speeds of a CPU."""
+        devices = self._devices
+        record = next((one for one in self._run.metrics.steps if one.step >= FIRST_STEP), None)
+        if record is None or devices is None or devices.machine is None:
+            return
+        if devices.is_cpu and "measured" not in devices.machine.figures:
+            return
+        self._length = mean_length(record)
+        is_rounded = self._own.precision == "fp32" and devices.machine.runs_kernels
+        own, other = self._planning([]), self._planning(["precision=bf16"]) if is_rounded else None
+        if own is None or own.time is None or self._length is None:
+            return
+        rounded = other.time.likely if other is not None and other.time is not None else None
+        planned = Planned(devices.name, self._length, own.time.likely, rounded)
+        if (text := shortfall(record, self._own, planned, self._plan.layout.world_size == 1)) is not None:
+            self.notes.append(text)
 
     def _loaded(self, word: str) -> ResolvedRecipe | None:
         with suppress(TrainerError):
@@ -265,7 +285,7 @@ class _Advisor:
         if not devices.is_cpu:
             if recipe.precision == "fp32":
                 yield "precision=bf16"
-            if not recipe.cuda_graphs and self._share(HOST) > _LARGE_SHARE:
+            if recipe.cuda_graphs is False and self._share(HOST) > _LARGE_SHARE:
                 yield "cuda_graphs=true"
         if self._plan.layout.world_size > 1 and self._share(COMMUNICATION, WAITING) > _LARGE_SHARE:
             for row in STRATEGIES.values():
