@@ -46,6 +46,40 @@ def test_two_folders_with_the_same_name_are_refused(tmp_path, monkeypatch):
         extensions._of_folders()
 
 
+def test_folders_with_the_same_name_are_an_error_of_the_command_line(whole: Path):
+    folder = whole / "features" / "second"
+    folder.mkdir()
+    try:
+        (folder / "extension.json").write_text('{"launcher": {"slurm": {}}}')
+        for verb in ("recipes", "run"):
+            shown = run(whole.parent, verb, "bert_sample", code=2)
+            assert shown.startswith("error: the launcher 'slurm' must be registered by one folder, but ")
+            assert shown.count("\n") == 1
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_recipes_and_keys_of_features_that_are_not_here_are_named(whole: Path, tmp_path: Path):
+    names = ("chats", "embedding_noise")
+    for name in names:
+        (whole / "features" / name).rename(tmp_path / name)
+    try:
+        listed = {line.split()[0]: line for line in run(whole.parent, "recipes").splitlines()}
+        assert "(unavailable) " in listed["llama_8b_qlora"]
+        assert '`extends` "llama_8b_lora": ' in listed["llama_8b_qlora"]
+        assert "llama_8b_lora" not in listed
+        assert sum("(unavailable)" in line for line in listed.values()) == 1
+        arguments = tmp_path / "arguments.json"
+        arguments.write_text('{"learning_rate": 1e-4, "per_device_train_batch_size": 8, "neftune_noise_alpha": 5.0}')
+        refused = run(whole.parent, "convert", str(arguments), code=2)
+        assert "`model.neftune_alpha` is a key of a feature that is not installed; remove it" in refused
+        arguments.write_text('{"learning_rate": 1e-4, "per_device_train_batch_size": 8, "neftune_noise_alpha": null}')
+        assert "neftune" not in run(whole.parent, "convert", str(arguments))
+    finally:
+        for name in names:
+            (tmp_path / name).rename(whole / "features" / name)
+
+
 FEATURES = sorted(file.parent.name for file in (ROOT / "trainer" / "features").glob("*/extension.json"))
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from threading import Timer
 
 from trainer.base import collector
+from trainer.base.errors import TrainerError
 
 _SECONDS = 0.05  # until an interrupt is sent again
 
@@ -23,6 +24,11 @@ def main() -> int:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python would answer it with a traceback while it shuts down
     except KeyboardInterrupt:  # it came after the answer
         return 130
+    except TrainerError as error:  # of an import, such as two folders that register one name
+        from trainer.base.terminal import say
+
+        say(f"error: {error}", err=True)
+        return error.exit_code
     finally:
         collector.end()
 

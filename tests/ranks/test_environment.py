@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from trainer.base import extensions
 from trainer.base.errors import LaunchError, UsageError
 from trainer.ranks.environment import (
     LaunchEnvironment,
@@ -101,6 +102,24 @@ def test_a_process_without_a_rank_is_no_rank(launcher, variables):
 )
 def test_garbage_is_refused_by_name(variables, words):
     assert_refused(variables, words)
+
+
+OTHER_TASKS = [
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("PMI_SIZE", "PMI_RANK"),
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+]
+
+
+@pytest.mark.parametrize(("size", "task"), OTHER_TASKS)
+def test_tasks_of_a_launcher_that_no_feature_reads_are_refused(monkeypatch, size, task):
+    for key in [key for key in extensions._registered if key[0] == "launcher"]:
+        monkeypatch.delitem(extensions._registered, key)
+    assert_refused({size: "4", task: "1"}, [f"one of 4 tasks ({size})", f"reads {task};", f"unset {size} to train"])
+    assert_refused({size: "four", task: "1"}, [size, "'four'"])
+    assert_is_no_rank("none", {size: "1", task: "0"})
+    assert_is_no_rank("none", {size: "4"})
+    assert_is_a_rank("torchrun", TORCHRUN | {size: "4", task: "3"})
 
 
 def test_threads_are_divided_unless_set(monkeypatch):

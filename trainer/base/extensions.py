@@ -192,9 +192,9 @@ def resolved(value: Any) -> Any:
     return getattr(target, name) if name else target
 
 
-def sole(kind: Kind) -> Any:
-    """Return the object of the row of a kind that has one row at most; None: there is no row."""
-    return next((resolved(row.value) for row in registered(kind)), None)
+def sole(kind: Kind, name: str | None = None) -> Any:
+    """Return the object of the row of a name, or of a kind that has one row at most; None: there is no such row."""
+    return next((resolved(row.value) for row in registered(kind) if name in (None, row.name)), None)
 
 
 class Table(UserDict[str, Row]):

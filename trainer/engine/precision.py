@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.base.errors import UsageError
-from trainer.base.extensions import registered, resolved
+from trainer.base.extensions import sole
 from trainer.engine.products import rounded_by_autocast
 from trainer.engine.results import StepResult
 from trainer.models.place import PlacedModel
@@ -60,7 +60,8 @@ class NarrowPrecision(Protocol):
 
 def narrow_precision(name: str) -> NarrowPrecision | None:
     """Return the registered precision of a name; None: it has the range of fp32."""
-    return next((resolved(row.value)() for row in registered("precision") if row.name == name), None)
+    kind: type[NarrowPrecision] | None = sole("precision", name)
+    return None if kind is None else kind()
 
 
 def sent_dtype(communication: Communication) -> torch.dtype | None:

@@ -26,6 +26,14 @@ _NO_TELEMETRY: Mapping[str, str] = {
     "HF_UPDATE_DOWNLOAD_COUNTS": "0",  # datasets, for a data set from another host
 }
 
+_TASKS = {
+    "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
+    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
+    "MV2_COMM_WORLD_SIZE": "MV2_COMM_WORLD_RANK",
+    "PMI_SIZE": "PMI_RANK",
+}
+"""Variables of other launchers: the number of tasks, and which of them this process is."""
+
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 """The variable with the network interface for gloo."""
 
@@ -125,7 +133,21 @@ def detect(environ: Mapping[str, str] = os.environ) -> LaunchEnvironment:
     environment = _from_rank_variables(environ) if has_rank else None
     for feature in _features(environ):
         environment = feature.detect(environ, environment)
+    if environment is None:
+        _require_one_task(environ)
     return environment or LaunchEnvironment("none")
+
+
+def _require_one_task(environ: Mapping[str, str]) -> None:
+    """Refuse tasks of a launcher that no feature reads: each would train the whole recipe in the same folder."""
+    known = tuple(row.prefix for row in rows_of("launcher", _Row).values())
+    for size, task in _TASKS.items():
+        if not size.startswith(known) and task in environ and whole_number(size, environ.get(size, "1")) > 1:
+            raise LaunchError(
+                f"this process is one of {environ[size]} tasks ({size}), but no launcher of this installation reads"
+                f" {task}; start ranks with torchrun, set RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR"
+                f" and MASTER_PORT, or unset {size} to train in this process alone"
+            )
 
 
 @contextmanager

@@ -24,7 +24,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import trainer.recipe.registered  # noqa: F401  # puts the keys of features into the schema
 from trainer.base.extensions import registered
+from trainer.recipe.reading.keys import known_keys
 from trainer.recipe.strategies import STRATEGIES, Strategy
 from trainer.tools.convert.foreign import values
 
@@ -96,6 +98,10 @@ def _row(fields: Mapping[str, Any]) -> Counterpart:
     kind = next(kind for kind in Kind if kind.name.lower() in fields)
     has_key = kind in (Kind.RENAMED, Kind.MAPPED)
     text = fields[kind.name.lower()]
+    # A converted recipe must not name a key that no schema has.
+    if has_key and "*" not in text and text not in known_keys():
+        note = f"`{text}` is a key of a feature that is not installed"
+        return Counterpart(None, note, Kind.REFUSED, tuple(fields.get("defaults", ())))
     note = fields.get("note", "") if has_key else text
     return Counterpart(
         text if has_key else None,
