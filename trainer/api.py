@@ -145,7 +145,7 @@ def plan(
         LaunchError: This process is a rank of a run, which has collectives of its own.
     """
     from trainer.tools.plan.hardware import parse_devices
-    from trainer.tools.plan.recipe_plan import plan_recipe
+    from trainer.tools.plan.recipe_plan import checked_plan
 
     if _is_rank():
         raise LaunchError("`plan` needs a process of its own, but this one is a rank; plan before the ranks start")
@@ -154,7 +154,7 @@ def plan(
     else:
         with problems_name_the_machine():
             resolved = loading.load_recipe(str(recipe), needs_data=False)
-    return plan_recipe(resolved, parse_devices(gpus, link, network, host_memory), nodes, length)
+    return checked_plan(resolved, parse_devices(gpus, link, network, host_memory), nodes, length)
 
 
 def preview(

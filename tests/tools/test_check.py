@@ -46,6 +46,39 @@ def spoil(folder: Path) -> None:
     write_rows(folder / "validation.jsonl", [{"text": "word1", "label": "a"}, {"text": "word2", "label": "c"}])
 
 
+STARTED = 'model.adapter={"type": "lora", "rank": 2, "start": "pissa"}'
+
+
+@pytest.mark.parametrize(
+    ("words", "number"),
+    [
+        (["training.max_steps=0"], 1),
+        (["data.padding_free=true", "compile=true"], 1),
+        (["parallel.tensor=3"], 1),
+        (["model.config.num_attention_heads=3"], 1),
+        (["data.max_length=4000", 'model.freeze=["nothing"]'], 2),
+        ([STARTED, "data.max_length=4000"], 2),
+    ],
+    ids=["key", "excluded", "layout", "configuration", "length and modules", "package and length"],
+)
+def test_a_problem_has_one_text_in_all_verbs_that_build_a_model(tmp_path, capsys, monkeypatch, words, number):
+    monkeypatch.setattr("trainer.models.adapter_starts.find_spec", lambda _: None)
+    recipe = str(write_tiny_run(tmp_path))
+    options = {"check": [], "run": ["--processes", "1"], "plan": ["--gpus", "1x80GiB"], "rehearse": ["--ranks", "1"]}
+    shown = {verb: errors(capsys, verb, recipe, *words, *more) for verb, more in options.items()}
+    assert len(shown["check"]) == number
+    assert [verb for verb in options if shown[verb] != shown["check"]] == []
+
+
+def test_a_plan_needs_neither_data_nor_places_of_checkpoints(tmp_path, capsys):
+    recipe = str(write_tiny_run(tmp_path))
+    words = ["checkpoint.mirror=memory://copies"]
+    assert "`checkpoint.mirror` must be a place that outlives the run" in errors(capsys, "check", recipe, *words)[0]
+    (tmp_path / "train.jsonl").unlink()
+    assert main(["plan", recipe, "--gpus", "1x80GiB", *words]) == ExitCode.DONE
+    assert main(["rehearse", recipe, "--ranks", "1", *words]) == ExitCode.DONE
+
+
 def test_a_sound_recipe_passes(tmp_path, capsys, monkeypatch):
     assert main(["check", str(write_tiny_run(tmp_path / "text"))]) == ExitCode.DONE
     assert "checked   no problem was found" in capsys.readouterr().out

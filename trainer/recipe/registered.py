@@ -43,11 +43,7 @@ def task_name(keys: type[Section]) -> str:
     Raises:
         UsageError: The keys do not follow the rules for tasks.
     """
-    if not (isinstance(keys, type) and issubclass(keys, TaskKeys)):
-        raise UsageError(
-            f"the keys of a task must be a subclass of TextKeys, or of another class of TaskKeys, but are {keys!r}"
-        )
-    name = _literal(keys, "type", "task")
+    name = _literal(keys, "type", "a task", TaskKeys, "TextKeys, or of another class of TaskKeys")
     metrics = keys.model_fields.get("metrics")
     if metrics is None or not metrics.get_default(call_default_factory=True):
         raise UsageError(f"{keys.__name__} must have the key `metrics`, a list with at least one metric as default")
@@ -60,9 +56,7 @@ def optimizer_name(keys: type[OptimizerKeys]) -> str:
     Raises:
         UsageError: The keys do not follow the rules for optimizers.
     """
-    if not (isinstance(keys, type) and issubclass(keys, OptimizerKeys)):
-        raise UsageError(f"the keys of an optimizer must be a subclass of OptimizerKeys, but are {keys!r}")
-    name = _literal(keys, "name", "optimizer")
+    name = _literal(keys, "name", "an optimizer", OptimizerKeys)
     if not getattr(keys, "implementation", None):
         raise UsageError(f'{keys.__name__} must have `implementation`, the text "module:class" of its EngineOptimizer')
     return name
@@ -74,9 +68,7 @@ def schedule_name(keys: type[ScheduleKeys]) -> str:
     Raises:
         UsageError: The keys do not follow the rules for schedules.
     """
-    if not (isinstance(keys, type) and issubclass(keys, ScheduleKeys)):
-        raise UsageError(f"the keys of a schedule must be a subclass of ScheduleKeys, but are {keys!r}")
-    return _literal(keys, "name", "schedule")
+    return _literal(keys, "name", "a schedule", ScheduleKeys)
 
 
 def strategy_name(strategy: Strategy) -> str:
@@ -92,11 +84,13 @@ def strategy_name(strategy: Strategy) -> str:
     return strategy.name
 
 
-def _literal(keys: type[Section], key: str, kind: str) -> str:
-    """Return the only value of the key that names a kind of section."""
+def _literal(keys: type[Section], key: str, kind: str, base: type[Section], bases: str = "") -> str:
+    """Return the only value of the key that names a kind of section, such as "a task"; `bases` names its bases."""
+    if not (isinstance(keys, type) and issubclass(keys, base)):
+        raise UsageError(f"the keys of {kind} must be a subclass of {bases or base.__name__}, but are {keys!r}")
     names = get_args(keys.model_fields[key].annotation) if key in keys.model_fields else ()
     if len(names) != 1 or not isinstance(names[0], str):
-        raise UsageError(f'`{key}` of {keys.__name__} must be Literal["NAME"], with the name of the {kind}')
+        raise UsageError(f'`{key}` of {keys.__name__} must be Literal["NAME"], with the name of {kind}')
     return names[0]
 
 

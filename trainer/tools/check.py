@@ -24,7 +24,7 @@ from trainer.models.configuration import load_config
 from trainer.recipe.local_parts import LocalParts
 from trainer.recipe.plan import RunPlan
 from trainer.recipe.schema import Recipe
-from trainer.training.checking import CheckedParts, check_parts
+from trainer.training.checking import CheckedParts, check_parts, check_places
 from trainer.training.preparation import Preparation
 from trainer.training.row_encoding import TextPreparation, load_preparation, tokenizer_of
 from trainer.training.run_data import PreparedData, UnknownClassesError, prepare_data
@@ -55,6 +55,7 @@ def check_local_parts(plan: RunPlan) -> CheckedParts:
     notes: list[str] = []
 
     def prepare(problems: Problems) -> PreparedData | None:
+        check_places(recipe, problems)
         if local.has_data:
             with tempfile.TemporaryDirectory(prefix="trainer-") as cache, suppress(UnknownClassesError):
                 return prepare_data(recipe, _most_rows(recipe), Path(cache), partial(_preparation, local, problems))

@@ -77,11 +77,32 @@ def prepare_checked(
         RecipeError: there are several problems.
     """
     observer = observer or Observer()
-    checked = check_parts(plan, lambda _: prepare_data(plan.recipe, observer=observer, day=day), observer)
+
+    def prepare(problems: Problems) -> PreparedData:
+        check_places(plan.recipe, problems)
+        return prepare_data(plan.recipe, observer=observer, day=day)
+
+    checked = check_parts(plan, prepare, observer)
     checked.problems.raise_all()
     assert checked.data is not None
     assert checked.model.described is not None
     return checked.data, DescribedModels(checked.model.described, checked.second)
+
+
+def require_described(plan: RunPlan) -> None:
+    """Check the packages and the models of a plan as far as they are here, without data and places of checkpoints.
+
+    Raises:
+        TrainerError: the problems of `check_parts`.
+    """
+    check_parts(plan, lambda _: None).problems.raise_all()
+
+
+def check_places(recipe: Recipe, problems: Problems) -> None:
+    """Collect the problems of places of checkpoints beside the folder of the run."""
+    for tier in registered_tiers(recipe):
+        with problems.collect():
+            tier.check(recipe)
 
 
 def check_parts(
@@ -98,7 +119,7 @@ def check_parts(
     notes: tuple[str, ...] = ()
     data = described = None
     model = CheckedModel()
-    _check_needs(recipe, problems)
+    _check_packages(recipe, problems)
     with problems.collect():
         data = prepare(problems)
     if data is not None:
@@ -144,8 +165,8 @@ def _check_model(
     return replace(checked, notes=tuple(notes))
 
 
-def _check_needs(recipe: Recipe, problems: Problems) -> None:
-    """Collect the problems of the packages of the optimizer and the adapter, and of places of checkpoints."""
+def _check_packages(recipe: Recipe, problems: Problems) -> None:
+    """Collect the problems of the packages of the optimizer and the adapter."""
     with problems.collect():
         optimizer_class(recipe.optimizer).require_package()
     if recipe.model.adapter is not None:
@@ -153,9 +174,6 @@ def _check_needs(recipe: Recipe, problems: Problems) -> None:
             from trainer.models.adapter_starts import require_package
 
             require_package(recipe.model.adapter)
-    for tier in registered_tiers(recipe):
-        with problems.collect():
-            tier.check(recipe)
 
 
 def _check_layout(plan: RunPlan, described: ModelDescription, problems: Problems, compares_sizes: bool) -> CheckedModel:

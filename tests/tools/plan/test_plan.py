@@ -258,7 +258,7 @@ def test_a_configuration_that_cannot_be_reached_is_refused_at_once(
     ("word", "message"),
     [
         ("precision=bf16", "`precision` is bf16, which T4 does not compute in; use fp16 or fp32"),
-        ("data.max_length=65", "at most the 64 tokens that the model has positions for, but has 65"),
+        ("data.max_length=65", "at most the 64 tokens that the model has positions for, but is 65"),
     ],
 )
 def test_a_plan_is_refused_if_the_run_would_be(recipe: Path, capsys: pytest.CaptureFixture[str], word, message):

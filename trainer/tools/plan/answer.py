@@ -10,7 +10,7 @@ from trainer.base.errors import UsageError
 from trainer.recipe.reading.loading import ResolvedRecipe
 from trainer.tools.plan.hardware import Devices
 from trainer.tools.plan.plan_text import plan_text, search_text
-from trainer.tools.plan.recipe_plan import RecipePlan, as_object, changes_that_fit, cost_of, plan_recipe
+from trainer.tools.plan.recipe_plan import RecipePlan, as_object, changes_that_fit, checked_plan, cost_of
 from trainer.tools.plan.request import PlanRequest
 from trainer.tools.plan.searching import LayoutSearch, fewest_devices, write_extending
 
@@ -57,7 +57,7 @@ def answer(request: PlanRequest, resolved: ResolvedRecipe) -> Answer:
             raise UsageError(f"no {request.largest} fits on {_name(nodes, devices)}; plan without --largest")
         found, made = fitting.overrides, fitting.made
     else:
-        made = plan_recipe(resolved, devices, nodes, length)
+        made = checked_plan(resolved, devices, nodes, length)
     _write(request, found)
     changes = None
     if not made.fits and request.most_changes:

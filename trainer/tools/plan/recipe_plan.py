@@ -21,6 +21,7 @@ from trainer.tools.plan.pipeline_plan import plan_steps
 from trainer.tools.plan.step_plan import StepPlan
 from trainer.tools.plan.timing import StepTime, link_of, step_time
 from trainer.tools.plan.work import plus
+from trainer.training.checking import require_described
 
 RESERVED = 2**30
 """Bytes of a GPU that tensors cannot have: the context of CUDA, its kernels, NCCL. An allowance, not a measurement."""
@@ -150,6 +151,12 @@ def plan_recipe(resolved: ResolvedRecipe, devices: Devices, nodes: int = 1, leng
         raise UsageError(f"`precision` is {precision}, which {machine.name} does not compute in; use {others}")
     steps = plan_steps(plan, tokens, cuda, fused)
     return RecipePlan(plan, devices, tokens, steps)
+
+
+def checked_plan(resolved: ResolvedRecipe, devices: Devices, nodes: int = 1, length: int | None = None) -> RecipePlan:
+    """Check the packages and the models of a recipe as `trainer check` does, and plan it; see `plan_recipe`."""
+    require_described(plan_run(resolved.recipe, devices.number * nodes, devices.number))
+    return plan_recipe(resolved, devices, nodes, length)
 
 
 def tokens_of(recipe: Recipe) -> int:

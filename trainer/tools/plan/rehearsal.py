@@ -28,6 +28,7 @@ from trainer.tools.plan.recipe_plan import HOST_RESERVED, RecipePlan, rank_as_ob
 from trainer.tools.plan.simulated_rank import simulated_mesh
 from trainer.tools.plan.simulated_step import planned_model, updated_engine
 from trainer.tools.plan.step_plan import StepPlan
+from trainer.training.checking import require_described
 
 _USUAL_RANKS = 8  # of a machine
 _Numbers = list[list[int]] | None  # of each microbatch
@@ -118,6 +119,7 @@ def rehearse(
     if ranks % local:
         raise UsageError(f"`--local-ranks` must divide the {ranks} ranks of `--ranks`, but is {local}")
     plan = plan_run(resolved.recipe, ranks, local)
+    require_described(plan)
     tokens = length or tokens_of(plan.recipe)
     # A process group without other ranks: it knows its sizes and indices, and sends nothing.
     with simulated_mesh(plan, rank) as mesh:
