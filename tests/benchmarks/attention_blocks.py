@@ -127,6 +127,8 @@ class Call:
         self.flavour, self.size = flavour, size
         rows = torch.arange(size.rows, device=device)
         self.others = (rows, None, None, None, None, size.dim**-0.5, flavour.dropout, flavour.causal, [0, 0, 0])
+        sizes = [size.heads, size.length, size.length]
+        self.drawn = (rows, None, sizes, flavour.dropout, flavour.causal, [0, 0, 0])
 
     @contextmanager
     def using(self, kernels: Collection[str], **changed: Block) -> Iterator[None]:
@@ -141,15 +143,22 @@ class Call:
         ):
             yield
 
-    def forward(self) -> tuple[Tensor, Tensor]:
-        return fused_attention.fused_attention(*self.tensors, *self.others)
+    def bits(self) -> Tensor | None:
+        return fused_attention._draw(*self.drawn) if self.flavour.dropout else None
 
-    def backward(self, output: Tensor, sums: Tensor) -> list[Tensor]:
-        return fused_attention.backward_of(self.of_output, output, sums, *self.tensors, *self.others, False)
+    def forward(self, bits: Tensor | None) -> tuple[Tensor, Tensor]:
+        return fused_attention._attend(*self.tensors, *self.others, None, None, None, bits)
+
+    def backward(self, bits: Tensor | None, output: Tensor, sums: Tensor) -> list[Tensor]:
+        of_rows = (None, None, None)
+        return fused_attention.backward_of(
+            self.of_output, output, sums, *self.tensors, *self.others, False, *of_rows, bits
+        )
 
     def both(self) -> list[Tensor]:
-        output, sums = self.forward()
-        return [output, *self.backward(output, sums)]
+        bits = self.bits()
+        output, sums = self.forward(bits)
+        return [output, *self.backward(bits, output, sums)]
 
     def of_torch(self) -> Tensor:
         return F.scaled_dot_product_attention(
@@ -168,14 +177,15 @@ def compile_one(job: Job, capability: tuple[int, int]) -> dict[str, Any]:
     call = Call(SIZES[job.flavour.dim, job.flavour.causal][0], job.flavour, "cpu")
     try:
         with compiled_for(capability) as found, call.using([job.kernel], **blocks):
-            launch(call, job.kernel, *fused_attention._empty_results(*call.tensors, *call.others))
+            bits = fused_attention._empty_bits(*call.drawn) if job.flavour.dropout else None
+            launch(call, job.kernel, bits, *fused_attention._empty_results(*call.tensors, *call.others))
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:200]}
     return {key: value for key, value in found[0]._asdict().items() if key != "kernel"}
 
 
-def launch(call: Call, kernel: str, output: Tensor, sums: Tensor) -> object:
-    return call.forward() if kernel == "forward" else call.backward(output, sums)
+def launch(call: Call, kernel: str, bits: Tensor | None, output: Tensor, sums: Tensor) -> object:
+    return call.forward(bits) if kernel == "forward" else call.backward(bits, output, sums)
 
 
 class NoTimeLeftError(Exception):
@@ -271,7 +281,8 @@ class Measurements:
             self._whole(call, "present")
 
     def _whole(self, call: Call, name: str, **more: Any) -> None:
-        self._time(call, f"{name}, forward", call.forward, **more)
+        self._time(call, f"{name}, draw", call.bits, **more)
+        self._time(call, f"{name}, forward", lambda: call.forward(call.bits()), **more)
         self._time(call, f"{name}, both", call.both, **more)
 
     def of_each_kernel(self) -> None:
@@ -288,9 +299,10 @@ class Measurements:
         self, call: Call, fastest: dict[str, tuple[float, Block]], kernel: str, block: Block, usage: dict[str, Any]
     ) -> None:
         with call.using(KERNELS):
-            output, sums = call.forward()
+            bits = call.bits()
+            output, sums = call.forward(bits)
         with call.using([kernel], **{kernel: block}):
-            found = self._time(call, kernel, lambda: launch(call, kernel, output, sums), block=block, **usage)
+            found = self._time(call, kernel, lambda: launch(call, kernel, bits, output, sums), block=block, **usage)
         if found is not None:
             fastest[kernel] = min(fastest.get(kernel, (found, block)), (found, block))
 

@@ -1,7 +1,7 @@
 """The memory that each Triton kernel needs on each GPU, from compilations for GPUs that are not there.
 
 A case takes seconds of a CPU, and all of them hours. The most used ones come first, a stored case is not compiled
-again until a kernel changes, and an interrupted run continues. From the root of the repository:
+again until its kernels change, and an interrupted run continues. From the root of the repository:
 
     python -m tests.benchmarks.compiled_kernels --minutes 60 --store
 """
@@ -18,7 +18,7 @@ from functools import partial
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -41,6 +41,7 @@ STORED = Path(__file__).parents[2] / "docs" / "compiled_kernels.json"
 SHARED_KIB = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
 """The most shared memory of a block, by capability: table "Technical Specifications" of NVIDIA's CUDA guide."""
 ROWS, HEADS, LENGTH = 2, 4, 512
+LONG = 1 << 15  # keys whose dropout masks each kernel draws
 
 
 class Case(NamedTuple):
@@ -72,10 +73,13 @@ FLAGS = {
     "padding": Flags(torch.bool),
     "padding, short rows": Flags(torch.bool, length=128),
     "all keys": Flags(),
+    "long rows": Flags(length=LONG),
     "causal": Flags(causal=True),
+    "long rows, causal": Flags(causal=True, length=LONG),
     "causal, no dropout": Flags(causal=True, dropout=0.0),
     "flat rows": Flags(joined=True, window=64),
     "flat rows, no window": Flags(joined=True),
+    "flat rows, long": Flags(joined=True, length=LONG),
     "flat rows, causal": Flags(joined=True, causal=True),
     "flat rows, causal, no dropout": Flags(joined=True, causal=True, dropout=0.0),
     "flat rows, causal, window": Flags(joined=True, causal=True, window=64),
@@ -178,10 +182,11 @@ def _compile(name: str, capability: tuple[int, int]) -> tuple[str, list[int]]:
     return f"{'.'.join(map(str, capability))}, {name}", most
 
 
-def _version() -> str:
-    """Return a digest of all that changes the code of kernels."""
+def _version(name: str) -> str:
+    """Return a digest of all that changes the code of the kernels of a case."""
     digest = hashlib.sha256(triton.__version__.encode())
-    for module in (attention_blocks, attention_kernels, dropout_kernels, random_kernels, eight_bit_kernels):
+    others = (dropout_kernels, eight_bit_kernels)
+    for module in (random_kernels, *((attention_blocks, attention_kernels) if "attention" in name else others)):
         digest.update(Path(str(module.__file__)).read_bytes())
     return digest.hexdigest()[:16]
 
@@ -193,9 +198,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--names", default="", help="only cases with this text in their names")
     parser.add_argument("--store", action="store_true", help=f"write the figures into docs/{STORED.name}")
     options = parser.parse_args(arguments)
-    end, found = time.monotonic() + options.minutes * 60, {"version": _version(), "most": {}}
-    if STORED.exists() and (stored := json.loads(STORED.read_text(encoding="utf-8")))["version"] == found["version"]:
-        found = stored
+    end, versions = time.monotonic() + options.minutes * 60, {kind: _version(kind) for kind in ("attention", "others")}
+    found: dict[str, dict[str, Any]] = {"versions": versions, "most": {}}
+    if STORED.exists():
+        stored = json.loads(STORED.read_text(encoding="utf-8"))
+        for name, most in stored["most"].items():
+            kind = "attention" if "attention" in name else "others"
+            if stored["versions"][kind] == versions[kind]:
+                found["most"][name] = most
     left = [
         (name, capability)
         for name, capability in product(GRID, SHARED_KIB)

@@ -6,6 +6,7 @@ It runs the FlashAttention that is part of torch's builds for CUDA, or a newer v
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,7 +69,7 @@ def attention(
     query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
     # FlashAttention takes -1 for no limit, and 0 keys on the right for a causal mask.
     before = -1 if window is None else window
-    options = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
+    options: dict[str, Any] = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
     output = varlen_attn(
         query, key, value, starts, starts, longest, longest, scale=scale,
         window_size=(before, 0 if is_causal else before), **options,

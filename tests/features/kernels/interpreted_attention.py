@@ -61,6 +61,13 @@ def fused() -> Iterator[None]:
 
 
 @contextmanager
+def drawn_again() -> Iterator[None]:
+    """Let each kernel draw the masks, and keep none."""
+    with mock.patch.object(fused_attention, "keeps_bits", return_value=False):
+        yield
+
+
+@contextmanager
 def listed_tiles() -> Iterator[None]:
     """List visible tiles of masks that are too short for it."""
     with mock.patch.object(fused_attention, "_LISTED_KEYS", 1):
@@ -187,11 +194,19 @@ def some(names: Iterable[str], further: Collection[str]) -> list[Any]:
 
 @pytest.mark.parametrize("name", some(CASES, FURTHER))
 def test_outputs_and_gradients_are_those_of_the_eager_function(name: str):
-    """The reference computes in fp64 from the same inputs. In 16 bits, the kernel errs as the eager function does."""
+    """The reference computes in fp64 from the same inputs. In 16 bits, the kernel errs as the eager function does.
+
+    A mask that is drawn once gives the bits of one that each kernel draws.
+    """
     case = CASES[name]
     tensors, mask = case.tensors(), case.masked()
     with fused(), listed_tiles() if case.lists else mock.MagicMock():
-        found = call(case, tensors, mask)
+        with mock.patch.object(fused_attention, "_draw", side_effect=fused_attention._draw) as draw:
+            found = call(case, tensors, mask)
+        assert draw.call_count == (case.dropout > 1e-6)
+        with drawn_again():
+            drawn = call(case, tensors, mask)
+    assert all(map(torch.equal, found, drawn))
     with eager():
         exact = call(case, [tensor.double() for tensor in tensors], mask)
         own = call(case, tensors, mask)
@@ -221,8 +236,9 @@ def test_the_mask_is_that_of_the_definition_bit_for_bit():
     assert torch.equal(of_values.transpose(2, 3) > 0, expected)
 
 
+@pytest.mark.parametrize("gradient", [True, False], ids=["drawn once", "drawn by each kernel"])
 @pytest.mark.parametrize("offsets", [[4, 3, 0], [0, 5, 8]], ids=["heads and queries", "queries and keys"])
-def test_parts_of_a_sequence_have_their_part_of_the_mask(offsets: list[int]):
+def test_parts_of_a_sequence_have_their_part_of_the_mask(offsets: list[int], gradient: bool):
     random = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(BATCH, 2, 24, 16, generator=random) for _ in range(3))
     keys = DropoutKeys(7)
@@ -231,10 +247,48 @@ def test_parts_of_a_sequence_have_their_part_of_the_mask(offsets: list[int]):
         row_keys = keys.row_keys("a", shape)
     mask = keep_mask(element_keys(row_keys, shape[1:3], offsets[:2]), 24, 0.3, offsets[2])
     output, _ = fused_attention.fused_attention(
-        query, key, value, row_keys, None, None, None, None, 1.0, 0.3, False, offsets
+        query.requires_grad_(gradient), key, value, row_keys, None, None, None, None, 1.0, 0.3, False, offsets
     )
     probabilities = torch.softmax(query @ key.mT, -1) * mask / 0.7
     torch.testing.assert_close(output, (probabilities @ value).transpose(1, 2), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["whole", "causal", "joined"])
+def test_bits_are_those_of_the_definition(how: str):
+    """Each word has the bits of 32 keys of a query, the first key in its lowest bit."""
+    heads, size, probability = 2, 70, 0.4
+    row_keys, offsets = torch.tensor([5, -3]), [3, 0, 0]
+    lengths = [41, size] if how == "joined" else [size, size]
+    flat = FlatRows.of(sorted(lengths, reverse=True), size, torch.device("cpu")) if how == "joined" else None
+    of_rows = () if flat is None else (flat.starts, flat.lengths)
+    sizes = [heads, sum(lengths), sum(lengths)] if flat else [heads, size, size]
+    bits = fused_attention._draw(row_keys, None, sizes, probability, how == "causal", offsets, *of_rows)
+    kept = (bits.transpose(2, 3).unsqueeze(-1) >> torch.arange(32)) & 1
+    kept = kept.flatten(3).bool()  # [batch, heads, queries, keys]
+    for row, length in enumerate(flat.lengths if flat else lengths):
+        expected = keep_mask(element_keys(row_keys[row : row + 1], (heads, length), offsets[:2]), length, probability)
+        start = flat.bounds[row] if flat else 0
+        found = kept[0 if flat else row, :, start : start + length, :length]
+        # Words without a visible key are not written.
+        hidden = torch.ones(length, length).triu(1).bool() & (how == "causal")
+        assert torch.equal(found.masked_fill(hidden, 0), expected[0].bool().masked_fill(hidden, 0))
+
+
+def test_a_mask_is_kept_while_it_is_small_beside_other_tensors():
+    """Of heads of 64 in 16 bits, queries, keys, values and output have 512 bytes a token; 2,048 keys half as many."""
+
+    def keeps(length: int, probability: float = 0.1, key_heads: int = 4, **options: Any) -> bool:
+        shapes = [(2, heads, length, 64) for heads in (4, key_heads, key_heads)]
+        states = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
+        return fused_attention.keeps_bits(*states, probability, **options)
+
+    assert keeps(2048)
+    assert not keeps(2049)
+    assert not keeps(2048, key_heads=2)
+    assert not keeps(512, probability=0.0)
+    assert not keeps(512, window=64)
+    assert keeps(4096, lengths=[2048, 2048])
+    assert not keeps(4096, lengths=[2049, 2047])
 
 
 @dataclass(frozen=True)
@@ -255,7 +309,7 @@ JOINED = {
     "plain": Joined(),
     "window": Joined(window=8),
     "window, causal": Joined(window=20, causal=True, lengths=(33, 70)),
-    "causal, grouped heads of a tensor rank": Joined(causal=True, heads=(2, 1), part=1, lengths=(17, 3)),
+    "causal, grouped heads of a tensor rank": Joined(causal=True, heads=(2, 1), part=1, lengths=(37, 3, 45)),
     "bf16, other size of values": Joined(dtype=torch.bfloat16, dims=(24, 40), window=4),
     "no dropout": Joined(dropout=0.0, window=5),
 }
@@ -286,6 +340,8 @@ def test_joined_rows_are_padded_rows(name: str):
 
     with mock.patch.object(FlatRows, "groups", mock.PropertyMock(side_effect=AssertionError("padded"))):
         found = attend(case.dtype)
+        with drawn_again():
+            assert all(map(torch.equal, found, attend(case.dtype)))
     with eager():
         exact, own = attend(torch.float64), attend(case.dtype)
     for result, reference, rounded in zip(found, exact, own, strict=True):
@@ -425,7 +481,7 @@ def test_a_batch_without_rows():
 
 
 class TestMemory:
-    """A mask of padding has one number for each key, so nothing of size queries x keys is needed."""
+    """A mask of padding has one number for each key, so nothing but a bit is needed for each query and key."""
 
     LENGTH = 96
 
@@ -444,27 +500,32 @@ class TestMemory:
         events = [*forward.events(), *backward.events()]
         return kept, max(event.self_cpu_memory_usage for event in events)
 
-    def test_nothing_of_size_queries_x_keys_is_allocated(self):
+    def test_a_bit_for_each_query_and_key_is_allocated_or_nothing(self):
         pairs = BATCH * self.LENGTH**2
         with eager():
             kept, largest = self.step()
         assert kept > 9 * pairs, "the eager function stores probabilities twice, and the mask"
         assert largest >= 4 * pairs
-        with fused():
+        with fused(), drawn_again():
             kept, largest = self.step()
+        with fused():
+            kept_with_bits, _ = self.step()
+        assert kept_with_bits - kept == BATCH * 128**2 // 8, "a bit for each pair of whole tiles"
         output, sums = BATCH * self.LENGTH * 16 * 4, 2 * BATCH * self.LENGTH * 4
         assert output + sums <= kept < output + sums + 4096, kept  # and the lists of visible tiles
         assert largest <= output
         assert largest < pairs, "not even a byte for each pair"
 
 
-def test_torch_sees_one_operation():
-    """Its schema, shapes and strides are right, and a compiled graph has no break."""
+def test_torch_sees_operations():
+    """Their schemas, shapes and strides are right, and a compiled graph has no break."""
     case = Case(lengths=(3, 5), bias=(1, 1, 3, 5), mask="padding")
     query, key, value, bias = (tensor.requires_grad_() for tensor in case.tensors())
     arguments = (query, key, value, torch.tensor([1, 2]), case.masked(), bias, None, None, 0.4, 0.3, False, [0, 0, 0])
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.trainer.keyed_attention.default, arguments, test_utils=checks)
+    drawn = (torch.tensor([1, 2]), None, [1, 3, 5], 0.3, False, [0, 0, 0])
+    torch.library.opcheck(torch.ops.trainer.draw_attention_mask.default, drawn, test_utils=checks)
 
     def loss(*tensors: Tensor) -> Tensor:
         return fused_attention.fused_attention(*tensors, *arguments[len(tensors) :])[0].square().sum()
@@ -555,12 +616,14 @@ def fused_in_models() -> Iterator[None]:
         yield
 
 
-def test_selective_checkpointing_keeps_its_output():
-    """The kernel of the forward pass runs once for the one layer, and never in its recomputation."""
-    kernel = fused_attention._kernels().forward_kernel
+@pytest.mark.parametrize("name", ["forward_kernel", "draw_kernel"])
+def test_selective_checkpointing_keeps_its_output(name: str):
+    """The kernel of the forward pass runs once for the one layer; the recomputation draws the mask again."""
+    kernel = getattr(fused_attention._kernels(), name)
     with mock.patch.object(type(kernel), "__getitem__", autospec=True, side_effect=type(kernel).__getitem__) as launch:
         found = logits_and_gradients("bert", "selective")
-    assert [call.args[0] for call in launch.call_args_list].count(kernel) == 1
+    times = {"forward_kernel": 1, "draw_kernel": 2}[name]
+    assert [call.args[0] for call in launch.call_args_list].count(kernel) == times
     with eager():
         expected = logits_and_gradients("bert")
     torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-5)

@@ -141,12 +141,20 @@ class TestPlans:
 
     @pytest.mark.slow
     def test_of_a_gpu_store_no_probabilities(self):
-        """The eager function keeps 9 bytes for each query, key and head of all layers, and computes with more."""
+        """The eager function keeps 9 bytes for each query, key and head of all layers, and the kernel one bit."""
         fused, eager, on_cpu = (
             self.step(*how).peak.by_component[ACTIVATIONS] for how in ((True, True), (True, False), (False, True))
         )
-        assert 9 * self.pairs <= eager - fused < 1.5 * 9 * self.pairs
+        bits = self.pairs / 8
+        assert 9 * self.pairs - bits <= eager - fused < 1.5 * 9 * self.pairs - bits
         assert on_cpu == pytest.approx(eager, rel=0.01)
+
+    @pytest.mark.slow
+    def test_count_the_bits_of_masks(self, monkeypatch):
+        kept = self.step(True).peak.by_component[ACTIVATIONS]
+        monkeypatch.setattr(fused_attention, "keeps_bits", lambda *_: False)
+        drawn = type(self).step.__wrapped__(type(self), True).peak.by_component[ACTIVATIONS]
+        assert kept - drawn == self.pairs / 8
 
     @pytest.mark.slow
     def test_count_the_products_of_the_kernels(self):

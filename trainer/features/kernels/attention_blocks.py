@@ -13,6 +13,10 @@ import torch
 from trainer.parallel import kernel_support
 
 _LEAST_DIM = 16  # of a matrix product in Triton
+KEYS_OF_WORD = 32
+"""The neighbouring keys of a word of bits of a dropout mask."""
+TILE = 128
+"""The queries and keys of the tiles in which visible keys are listed; all blocks divide them."""
 
 
 class Block(NamedTuple):
@@ -101,8 +105,8 @@ def of_capability(capability: tuple[int, int], dtype: torch.dtype, dim: int, has
 
 
 def tile() -> tuple[int, int]:
-    """Return the queries and keys of the tiles in which visible keys are listed; all blocks divide them."""
-    return (32, 32) if kernel_support.is_interpreted() else (128, 128)
+    """Return the queries and keys of a tile: `TILE`, or those of the interpreter, which divide it."""
+    return (32, 32) if kernel_support.is_interpreted() else (TILE, TILE)
 
 
 def padded(dim: int) -> int:

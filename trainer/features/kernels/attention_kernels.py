@@ -4,7 +4,8 @@
 
 The forward pass keeps a running maximum and sum of each query's row (Milakov & Gimelshein 2018, arXiv:1805.02867; Dao
 et al. 2022, arXiv:2205.14135). The backward pass computes the probabilities again, tile by tile (Dao 2023,
-arXiv:2307.08691). All passes draw the dropout mask of a tile from the keys of its rows, as `trainer.parallel.random`.
+arXiv:2307.08691). The dropout mask is that of `trainer.parallel.random`. A kernel of its own draws it once as bits that
+all passes read; without them, each pass draws the mask of a tile from the keys of its rows.
 
 No sum uses atomics, so the same call gives the same bits.
 """
@@ -14,16 +15,21 @@ import inspect
 import triton
 import triton.language as tl
 
+from trainer.features.kernels.attention_blocks import KEYS_OF_WORD
 from trainer.features.kernels.random_kernels import FIRST_STRIDE, GAMMA, SECOND_STRIDE, mix
 
 NO_MASK, BOOLEAN, ADDITIVE, WINDOW = 0, 1, 2, 3
 """The kinds of a mask. A window has no tensor: the mask is the largest distance of a query and a key that it sees."""
+
+DRAWN, STORED = 1, 2
+"""The kinds of a dropout mask: each kernel draws it, or reads its bits; 0: there is none."""
 
 INTERPRETED = "interpreted"
 """The precision of products in Triton's interpreter."""
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _BOOLEAN, _ADDITIVE, _WINDOW = tl.constexpr(BOOLEAN), tl.constexpr(ADDITIVE), tl.constexpr(WINDOW)
+_STORED, _WORD = tl.constexpr(STORED), tl.constexpr(KEYS_OF_WORD)
 _LOWEST = tl.constexpr(-3.4028234663852886e38)  # of fp32: the score of a masked key, as in the eager function
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # Numbers that change from batch to batch, and pointers into tables: no kernel is compiled again for them. Strides among
@@ -51,16 +57,34 @@ def _strides_of(row, head, query, key, UNIT: tl.constexpr):
 
 
 @triton.jit
-def _keep_mask(keys, first_word, threshold, NUM_KEYS: tl.constexpr):
-    """Return the mask of kept elements, `[queries, NUM_KEYS]`, from the keys of the queries, uint64 `[queries]`."""
-    # The products of `arange` are the same for every tile, and that of `first_word` is one for all elements.
-    keys += first_word.to(tl.uint64) * GAMMA
-    words = mix(keys[:, None] + (tl.arange(0, NUM_KEYS // 4).to(tl.uint64) * GAMMA)[None, :])
+def _lanes(words):
+    """Return the 16 bits of each of the four elements of words, as the upper halves of int32."""
     low, high = words.to(tl.uint32).to(tl.int32, bitcast=True), (words >> 32).to(tl.uint32).to(tl.int32, bitcast=True)
-    # Each comparison reads the 16 bits of one lane as the upper half of a word; the lower half cannot change it.
-    even = tl.join((low << 16) >= threshold, (high << 16) >= threshold)
-    odd = tl.join(low >= threshold, high >= threshold)
-    return tl.reshape(tl.join(even, odd), (keys.shape[0], NUM_KEYS))
+    # A comparison of a lane reads it as the upper half of a word; the lower half cannot change it.
+    return low << 16, low, high << 16, high
+
+
+@triton.jit
+def _keep_mask(
+    streams, first_key, key_offset, threshold, bits_word, NUM_KEYS: tl.constexpr, DROPOUT: tl.constexpr
+):  # fmt: skip
+    """Return the mask of kept elements, `[queries, NUM_KEYS]`, from the `_streams` of the queries."""
+    if DROPOUT == _STORED:
+        key, places = tl.arange(0, NUM_KEYS), streams + first_key // _WORD * bits_word
+        words = tl.load(places)[:, None]
+        if NUM_KEYS < _WORD:
+            words = words >> (first_key % _WORD)
+        for index in tl.static_range(1, NUM_KEYS // _WORD):
+            words = tl.where((key < index * _WORD)[None, :], words, tl.load(places + index * bits_word)[:, None])
+        return (words & (1 << (key % _WORD))[None, :]) != 0
+    else:
+        # The products of `arange` are the same for every tile, and that of the first word is one for all elements.
+        keys = streams + ((first_key + key_offset) // 4).to(tl.uint64) * GAMMA
+        words = mix(keys[:, None] + (tl.arange(0, NUM_KEYS // 4).to(tl.uint64) * GAMMA)[None, :])
+        first, second, third, fourth = _lanes(words)
+        even = tl.join(first >= threshold, third >= threshold)
+        odd = tl.join(second >= threshold, fourth >= threshold)
+        return tl.reshape(tl.join(even, odd), (streams.shape[0], NUM_KEYS))
 
 
 @triton.jit
@@ -78,6 +102,19 @@ def _stream_keys(row_keys, batch, head, query):
     """Return the keys of the streams that draw the masks of the queries of a head, uint64 of the shape of `query`."""
     key = tl.load(row_keys + batch).to(tl.uint64) + head.to(tl.uint64) * FIRST_STRIDE
     return key + query.to(tl.uint64) * SECOND_STRIDE
+
+
+@triton.jit
+def _streams(
+    row_keys, bits, row, head, start, query, head_offset, query_offset, bits_row, bits_head, DROPOUT: tl.constexpr
+):  # fmt: skip
+    """Return the places of the first words of bits of queries, or the keys of the streams that draw their masks."""
+    if DROPOUT == _STORED:
+        return bits + row * bits_row + (row * 0 + head) * bits_head + start + query  # in 64 bits, as `row`
+    elif DROPOUT:
+        return _stream_keys(row_keys, row, head + head_offset, query + query_offset)
+    else:
+        return tl.zeros(query.shape, tl.uint64)
 
 
 @triton.jit
@@ -196,10 +233,51 @@ def _query_pieces(
         return tl.minimum(first, last), tl.minimum(whole, last), last
 
 
+@_compiled
+def draw_kernel(
+    bits, row_keys, tiles, starts, threshold, bits_row, bits_head, bits_word, tiles_row, tiles_head, tiles_block,
+    num_heads, num_queries, num_keys, num_blocks, head_offset, query_offset, key_offset,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT_M: tl.constexpr, UNIT_N: tl.constexpr, MASK: tl.constexpr,
+    CAUSAL: tl.constexpr, TILES: tl.constexpr, JOINED: tl.constexpr,
+):  # fmt: skip
+    """Draw the dropout masks of a tile of queries as bits: of each word, the lowest one is that of the first key.
+
+    Words of keys that no query of the tile sees are not written.
+    """
+    program = tl.program_id(0)
+    block = num_blocks - 1 - program % num_blocks  # under a causal mask, the longest first
+    head, row = (program // num_blocks) % num_heads, (program // num_blocks // num_heads).to(tl.int64)
+    first_query = block * BLOCK_M
+    start = row * 0
+    if JOINED:
+        start, num_queries = _joined_row(starts, row)
+        num_keys = num_queries
+    if first_query >= num_queries:
+        return
+    queries = first_query + tl.arange(0, BLOCK_M)
+    exists = queries < num_queries
+    streams = _stream_keys(row_keys, row, head + head_offset, queries + query_offset)
+    bits += row * bits_row + head * bits_head + start
+    if TILES:
+        tiles += row * tiles_row + head * tiles_head + (first_query // UNIT_M) * tiles_block
+    # A thread draws all random words of a word of bits, so none is exchanged: they lie along the first dimension.
+    place = tl.arange(0, BLOCK_N // 4)[:, None]
+    streams = streams[None, :] + place.to(tl.uint64) * GAMMA
+    _, _, end = _key_pieces(tiles, first_query, num_keys, 0, BLOCK_M, BLOCK_N, UNIT_N, CAUSAL, TILES, MASK)
+    for index in range(0, end):
+        first_key = index * BLOCK_N
+        if TILES:
+            first_key = _piece(tiles, index, UNIT_N, BLOCK_N)
+        first, second, third, fourth = _lanes(mix(streams + ((first_key + key_offset) // 4).to(tl.uint64) * GAMMA))
+        kept = (first >= threshold).to(tl.int32) + ((second >= threshold).to(tl.int32) << 1)
+        kept += ((third >= threshold).to(tl.int32) << 2) + ((fourth >= threshold).to(tl.int32) << 3)
+        tl.store(bits + first_key // BLOCK_N * bits_word + queries, tl.sum(kept << (4 * place), 0), mask=exists)
+
+
 @triton.jit
 def _forward_piece(
     accumulated, largest, total, query, first_key, key, value, streams, scale, threshold, queries, num_queries,
-    num_keys, key_stride, value_stride, mask, mask_strides, bias, bias_strides, key_offset,
+    num_keys, key_stride, value_stride, mask, mask_strides, bias, bias_strides, key_offset, bits_word,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_N: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr, PARTIAL: tl.constexpr,
@@ -224,7 +302,7 @@ def _forward_piece(
     # The sum precedes dropout: the softmax divides by all exponentials.
     total = total * decay + tl.sum(shares, 1)
     if DROPOUT:
-        kept = _keep_mask(streams, (first_key + key_offset) // 4, threshold, BLOCK_N)
+        kept = _keep_mask(streams, first_key, key_offset, threshold, bits_word, BLOCK_N, DROPOUT)
         shares = tl.where(kept, shares, 0.0)
     values = _load(
         value + keys[:, None] * value_stride + value_dims[None, :], keys[:, None], value_dims[None, :], num_keys,
@@ -236,10 +314,10 @@ def _forward_piece(
 
 @_compiled
 def forward_kernel(
-    query, key, value, output, sums, row_keys, mask, bias, tiles, starts, scale, threshold, kept_scale,
+    query, key, value, output, sums, row_keys, bits, mask, bias, tiles, starts, scale, threshold, kept_scale,
     query_strides, key_strides, value_strides, output_strides,
     sums_part, sums_row, sums_head, mask_row, mask_head, mask_query, mask_key,
-    bias_row, bias_head, bias_query, bias_key, tiles_row, tiles_head, tiles_block,
+    bias_row, bias_head, bias_query, bias_key, bits_row, bits_head, bits_word, tiles_row, tiles_head, tiles_block,
     num_heads, group, num_queries, num_keys, num_blocks, head_offset, query_offset, key_offset,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT_M: tl.constexpr, UNIT_N: tl.constexpr,
@@ -260,10 +338,10 @@ def forward_kernel(
     # With joined rows, the grid is that of the longest row.
     if first_query >= num_queries:
         return
-    streams = tl.zeros((BLOCK_M,), tl.uint64)
     queries, dims, value_dims = first_query + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
-    if DROPOUT:
-        streams = _stream_keys(row_keys, row, head + head_offset, queries + query_offset)
+    streams = _streams(
+        row_keys, bits, row, head, start, queries, head_offset, query_offset, bits_row, bits_head, DROPOUT
+    )  # fmt: skip
     query += row * query_strides[0] + head * query_strides[1] + start * query_strides[2]
     key += row * key_strides[0] + (head // group) * key_strides[1] + start * key_strides[2]
     value += row * value_strides[0] + (head // group) * value_strides[1] + start * value_strides[2]
@@ -289,7 +367,7 @@ def forward_kernel(
             first_key = _piece(tiles, index, UNIT_N, BLOCK_N)
         accumulated, largest, total = _forward_piece(
             accumulated, largest, total, rows, first_key, key, value, streams, scale, threshold, queries, num_queries,
-            num_keys, key_strides[2], value_strides[2], mask, mask_strides, bias, bias_strides, key_offset,
+            num_keys, key_strides[2], value_strides[2], mask, mask_strides, bias, bias_strides, key_offset, bits_word,
             HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_N, MASK, BIAS, CAUSAL, DROPOUT, PRECISION, False,
         )  # fmt: skip
     for index in range(partial, end):
@@ -298,7 +376,7 @@ def forward_kernel(
             first_key = _piece(tiles, index, UNIT_N, BLOCK_N)
         accumulated, largest, total = _forward_piece(
             accumulated, largest, total, rows, first_key, key, value, streams, scale, threshold, queries, num_queries,
-            num_keys, key_strides[2], value_strides[2], mask, mask_strides, bias, bias_strides, key_offset,
+            num_keys, key_strides[2], value_strides[2], mask, mask_strides, bias, bias_strides, key_offset, bits_word,
             HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_N, MASK, BIAS, CAUSAL, DROPOUT, PRECISION, True,
         )  # fmt: skip
     # The sum of the row and the scale of dropout are one factor of the output, and multiply no tile.
@@ -318,7 +396,7 @@ def forward_kernel(
 def _query_gradient_piece(
     gradient, query, output_gradient, largest, logarithm, delta, first_key, key, value, streams, scale, threshold,
     kept_scale, queries, num_queries, num_keys, key_stride, value_stride, mask, mask_strides, bias, bias_strides,
-    key_offset,
+    key_offset, bits_word,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_N: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr, PARTIAL: tl.constexpr,
@@ -341,18 +419,19 @@ def _query_gradient_piece(
     )  # fmt: skip
     dropped = _product(output_gradient, values, None, PRECISION) * kept_scale
     if DROPOUT:
-        dropped = tl.where(_keep_mask(streams, (first_key + key_offset) // 4, threshold, BLOCK_N), dropped, 0.0)
+        kept = _keep_mask(streams, first_key, key_offset, threshold, bits_word, BLOCK_N, DROPOUT)
+        dropped = tl.where(kept, dropped, 0.0)
     of_scores = probabilities * (dropped - delta[:, None])
     return _product(of_scores.to(columns.dtype), tl.trans(columns), gradient, PRECISION)
 
 
 @_compiled
 def query_gradient_kernel(
-    query, key, value, output, output_gradient, query_gradient, sums, deltas, row_keys, mask, bias, tiles, starts,
+    query, key, value, output, output_gradient, query_gradient, sums, deltas, row_keys, bits, mask, bias, tiles, starts,
     scale, threshold, kept_scale,
     query_strides, key_strides, value_strides, output_strides, output_gradient_strides, query_gradient_strides,
     sums_part, sums_row, sums_head, mask_row, mask_head, mask_query, mask_key,
-    bias_row, bias_head, bias_query, bias_key, tiles_row, tiles_head, tiles_block,
+    bias_row, bias_head, bias_query, bias_key, bits_row, bits_head, bits_word, tiles_row, tiles_head, tiles_block,
     num_heads, group, num_queries, num_keys, num_blocks, head_offset, query_offset, key_offset,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT_M: tl.constexpr, UNIT_N: tl.constexpr,
@@ -372,10 +451,10 @@ def query_gradient_kernel(
         num_keys = num_queries
     if first_query >= num_queries:
         return
-    streams = tl.zeros((BLOCK_M,), tl.uint64)
     queries, dims, value_dims = first_query + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
-    if DROPOUT:
-        streams = _stream_keys(row_keys, row, head + head_offset, queries + query_offset)
+    streams = _streams(
+        row_keys, bits, row, head, start, queries, head_offset, query_offset, bits_row, bits_head, DROPOUT
+    )  # fmt: skip
     query += row * query_strides[0] + head * query_strides[1] + start * query_strides[2]
     key += row * key_strides[0] + (head // group) * key_strides[1] + start * key_strides[2]
     value += row * value_strides[0] + (head // group) * value_strides[1] + start * value_strides[2]
@@ -419,7 +498,7 @@ def query_gradient_kernel(
         gradient = _query_gradient_piece(
             gradient, rows, of_output, largest, logarithm, delta, first_key, key, value, streams, scale, threshold,
             kept_scale, queries, num_queries, num_keys, key_strides[2], value_strides[2], mask, mask_strides, bias,
-            bias_strides, key_offset,
+            bias_strides, key_offset, bits_word,
             HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_N, MASK, BIAS, CAUSAL, DROPOUT, PRECISION, False,
         )  # fmt: skip
     for index in range(partial, end):
@@ -429,7 +508,7 @@ def query_gradient_kernel(
         gradient = _query_gradient_piece(
             gradient, rows, of_output, largest, logarithm, delta, first_key, key, value, streams, scale, threshold,
             kept_scale, queries, num_queries, num_keys, key_strides[2], value_strides[2], mask, mask_strides, bias,
-            bias_strides, key_offset,
+            bias_strides, key_offset, bits_word,
             HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_N, MASK, BIAS, CAUSAL, DROPOUT, PRECISION, True,
         )  # fmt: skip
     tl.store(
@@ -442,8 +521,9 @@ def query_gradient_kernel(
 @triton.jit
 def _key_gradient_piece(
     key_gradient, value_gradient, keys, rows, values, first_query, query, output_gradient, sums, deltas, row_keys,
-    row, head, scale, threshold, kept_scale, num_queries, num_keys, query_stride, output_gradient_stride,
-    sums_stride, mask, mask_strides, bias, bias_strides, first_word, query_offset,
+    bits, row, head, start, scale, threshold, kept_scale, num_queries, num_keys, query_stride, output_gradient_stride,
+    sums_stride, mask, mask_strides, bias, bias_strides, bits_row, bits_head, bits_word, first_key, head_offset,
+    query_offset, key_offset,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, BIAS: tl.constexpr, CAUSAL: tl.constexpr,
     DROPOUT: tl.constexpr, PRECISION: tl.constexpr, PARTIAL: tl.constexpr,
@@ -472,9 +552,11 @@ def _key_gradient_piece(
     dropped = _product(values, tl.trans(of_output), None, PRECISION) * kept_scale
     shares = probabilities
     if DROPOUT:
-        streams = _stream_keys(row_keys, row, head, queries + query_offset)
-        # Drawn for each query, since a word serves four neighbouring keys of one query.
-        kept = tl.trans(_keep_mask(streams, first_word, threshold, BLOCK_N))
+        streams = _streams(
+            row_keys, bits, row, head, start, queries, head_offset, query_offset, bits_row, bits_head, DROPOUT
+        )  # fmt: skip
+        # Found for each query, since a word serves neighbouring keys of one query.
+        kept = tl.trans(_keep_mask(streams, first_key, key_offset, threshold, bits_word, BLOCK_N, DROPOUT))
         shares = tl.where(kept, probabilities, 0.0)
         dropped = tl.where(kept, dropped, 0.0)
     value_gradient = _product(shares.to(of_output.dtype), of_output, value_gradient, PRECISION)
@@ -486,11 +568,11 @@ def _key_gradient_piece(
 
 @_compiled
 def key_gradient_kernel(
-    query, key, value, output_gradient, key_gradient, value_gradient, sums, deltas, row_keys, mask, bias, tiles, starts,
-    scale, threshold, kept_scale,
+    query, key, value, output_gradient, key_gradient, value_gradient, sums, deltas, row_keys, bits, mask, bias, tiles,
+    starts, scale, threshold, kept_scale,
     query_strides, key_strides, value_strides, output_gradient_strides, key_gradient_strides, value_gradient_strides,
     sums_part, sums_row, sums_head, mask_row, mask_head, mask_query, mask_key,
-    bias_row, bias_head, bias_query, bias_key, tiles_row, tiles_head, tiles_block,
+    bias_row, bias_head, bias_query, bias_key, bits_row, bits_head, bits_word, tiles_row, tiles_head, tiles_block,
     num_key_heads, group, num_queries, num_keys, num_blocks, head_offset, query_offset, key_offset,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT_M: tl.constexpr, UNIT_N: tl.constexpr,
@@ -524,8 +606,6 @@ def key_gradient_kernel(
     )  # fmt: skip
     of_keys = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     of_values = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
-    # Both numbers are multiples of 4, so no word begins before the tile.
-    first_word = (first_key + key_offset) // 4
     # One program adds the heads of a group in their order, without atomics.
     for head in range(key_head * group, (key_head + 1) * group):
         queries = query + row * query_strides[0] + head * query_strides[1] + start * query_strides[2]
@@ -554,9 +634,9 @@ def key_gradient_kernel(
                 first_query = _piece(own_tiles, index, UNIT_M, BLOCK_M)
             of_keys, of_values = _key_gradient_piece(
                 of_keys, of_values, keys, rows, values, first_query, queries, of_output, sums + place, deltas + place,
-                row_keys, row, head + head_offset, scale, threshold, kept_scale, num_queries, num_keys,
+                row_keys, bits, row, head, start, scale, threshold, kept_scale, num_queries, num_keys,
                 query_strides[2], output_gradient_strides[2], sums_part, own_mask, mask_strides, own_bias,
-                bias_strides, first_word, query_offset,
+                bias_strides, bits_row, bits_head, bits_word, first_key, head_offset, query_offset, key_offset,
                 HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N, MASK, BIAS, CAUSAL, DROPOUT, PRECISION, False,
             )  # fmt: skip
         for index in range(partial_first, partial_end):
@@ -565,9 +645,9 @@ def key_gradient_kernel(
                 first_query = _piece(own_tiles, index, UNIT_M, BLOCK_M)
             of_keys, of_values = _key_gradient_piece(
                 of_keys, of_values, keys, rows, values, first_query, queries, of_output, sums + place, deltas + place,
-                row_keys, row, head + head_offset, scale, threshold, kept_scale, num_queries, num_keys,
+                row_keys, bits, row, head, start, scale, threshold, kept_scale, num_queries, num_keys,
                 query_strides[2], output_gradient_strides[2], sums_part, own_mask, mask_strides, own_bias,
-                bias_strides, first_word, query_offset,
+                bias_strides, bits_row, bits_head, bits_word, first_key, head_offset, query_offset, key_offset,
                 HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_V, BLOCK_M, BLOCK_N, MASK, BIAS, CAUSAL, DROPOUT, PRECISION, True,
             )  # fmt: skip
     exists = (keys < num_keys)[:, None]
@@ -590,13 +670,13 @@ def key_gradient_kernel(
 
 @_compiled
 def bias_gradient_kernel(
-    query, key, value, output_gradient, bias_gradient, sums, deltas, row_keys, mask, bias,
+    query, key, value, output_gradient, bias_gradient, sums, deltas, row_keys, bits, mask, bias,
     scale, threshold, kept_scale,
     query_strides, key_strides, value_strides, output_gradient_strides, bias_gradient_row, bias_gradient_head,
     bias_gradient_query, sums_part, sums_row, sums_head,
     mask_row, mask_head, mask_query, mask_key, bias_row, bias_head, bias_query, bias_key,
-    num_rows, num_heads, bias_rows, bias_heads, group, num_queries, num_keys, num_query_blocks, num_key_blocks,
-    head_offset, query_offset, key_offset,
+    bits_row, bits_head, bits_word, num_rows, num_heads, bias_rows, bias_heads, group, num_queries, num_keys,
+    num_query_blocks, num_key_blocks, head_offset, query_offset, key_offset,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr, DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr, UNIT: tl.constexpr,
@@ -654,8 +734,10 @@ def bias_gradient_kernel(
         )  # fmt: skip
         dropped = _product(of_output, values, None, PRECISION) * kept_scale
         if DROPOUT:
-            streams = _stream_keys(row_keys, row, head + head_offset, queries + query_offset)
-            kept = _keep_mask(streams, (first_key + key_offset) // 4, threshold, BLOCK_N)
+            streams = _streams(
+                row_keys, bits, row, head, 0, queries, head_offset, query_offset, bits_row, bits_head, DROPOUT
+            )  # fmt: skip
+            kept = _keep_mask(streams, first_key, key_offset, threshold, bits_word, BLOCK_N, DROPOUT)
             dropped = tl.where(kept, dropped, 0.0)
         delta = tl.load(deltas + place, mask=exists, other=0.0)
         gradient += probabilities * (dropped - delta[:, None])

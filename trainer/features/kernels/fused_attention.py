@@ -1,6 +1,7 @@
 """Attention with layout-invariant dropout as one operation of torch, computed by Triton kernels.
 
-The mask is that of `trainer.parallel.random`. Forward and backward passes draw it again from one key for each row, so
+The mask is that of `trainer.parallel.random`. It is drawn once, and kept as a bit for each query, key and head, if its
+bits are few beside the other kept tensors. Else, forward and backward passes draw it from one key for each row, and
 nothing of size queries x keys is kept. Beside the output, two numbers in fp32 are kept for each query and head.
 
 This module imports Triton at the first call: see `trainer.parallel.kernel_support`.
@@ -25,6 +26,8 @@ MAX_HEAD_DIM = 256
 _ALIGNED = 16  # elements: Triton reads several at once
 _SMALL_DIM = 32
 _LISTED_KEYS = 256  # from which on it pays to list the visible tiles
+_BITS_SHARE = 0.5
+"""The most bytes of a mask that is kept, relative to those of queries, keys, values and output, which are kept too."""
 
 
 def _kernels() -> Any:
@@ -81,6 +84,111 @@ def _empty_lists(mask: Tensor, tile_queries: int, tile_keys: int, other_keys: bo
     )
 
 
+def keeps_bits(
+    query: Tensor, key: Tensor, value: Tensor, probability: float, lengths: Sequence[int] | None = None,
+    window: int | None = None,
+) -> bool:  # fmt: skip
+    """Return whether a call of `fused_attention` with gradients draws its mask once, and keeps it.
+
+    With a window, most of the mask would never be read.
+    """
+    if window is not None or not dropped_levels(probability):
+        return False
+    _, heads, queries, dim = query.shape
+    size = query.element_size()
+    kept = (dim + value.shape[-1]) * size * (heads * queries + key.shape[1] * key.shape[2])
+    longest = key.shape[2] if lengths is None else max(lengths)
+    return bool(heads * queries * longest / 8 <= _BITS_SHARE * kept)
+
+
+@operation("trainer::draw_attention_mask")
+def _draw(
+    row_keys: Tensor,
+    key_tiles: Tensor | None,
+    sizes: Sequence[int],
+    probability: float,
+    is_causal: bool,
+    offsets: Sequence[int],
+    starts: Tensor | None = None,
+    lengths: Sequence[int] | None = None,
+) -> Tensor:
+    """Draw the bits of the dropout mask of a call of `fused_attention`; `sizes` are its heads, queries and keys.
+
+    Words of hidden keys, and queries after the last one, are not written.
+
+    Returns:
+        The words, int32 `[batch, heads, words, queries and more]`.
+    """
+    bits: Tensor = _empty_bits(row_keys, key_tiles, sizes, probability, is_causal, offsets, starts, lengths)
+    if 0 in (*sizes, len(row_keys)):
+        return bits
+    rows = _Rows.of(lengths, None)
+
+    def plan() -> list[Launch]:
+        kernels, strides = _kernels(), _Call.strides
+        heads, queries, keys = sizes
+        if rows.joined:
+            queries = keys = rows.longest
+        (tile_queries, tile_keys), count = attention_blocks.tile(), len(row_keys)
+        num_blocks = -(-queries // tile_queries)
+        numbers = (
+            _threshold(probability), *strides(bits)[:3], *strides(key_tiles)[:3], heads, queries, keys, num_blocks,
+            *offsets,
+        )  # fmt: skip
+        constants = {
+            "BLOCK_M": tile_queries,
+            "BLOCK_N": attention_blocks.KEYS_OF_WORD,
+            "UNIT_M": tile_queries,
+            "UNIT_N": tile_keys,
+            "MASK": kernels.NO_MASK,
+            "CAUSAL": is_causal,
+            "TILES": key_tiles is not None,
+            "JOINED": rows.joined > 0,
+        }
+        return [Launch(kernels.draw_kernel, (num_blocks * count * heads,), numbers, constants)]
+
+    facts = (
+        "draw",
+        row_keys.device,
+        len(row_keys),
+        *sizes,
+        probability,
+        is_causal,
+        *offsets,
+        *rows,
+        *facts_of(key_tiles),
+    )
+    launch(facts, [(bits, row_keys, key_tiles, starts)], plan)
+    return bits
+
+
+@torch.library.register_fake("trainer::draw_attention_mask")  # type: ignore[untyped-decorator]
+def _empty_bits(
+    row_keys: Tensor,
+    key_tiles: Tensor | None,
+    sizes: Sequence[int],
+    probability: float,
+    is_causal: bool,
+    offsets: Sequence[int],
+    starts: Tensor | None = None,
+    lengths: Sequence[int] | None = None,
+) -> Tensor:
+    heads, queries, keys = sizes
+    batch, longest = len(row_keys), keys
+    tile = attention_blocks.TILE
+    # Kernels read whole tiles of queries and keys without a look at their ends.
+    padded = _rounded(queries, tile)
+    if lengths is not None:
+        batch, longest, padded = 1, max(lengths, default=0), padded + tile
+    words = _rounded(longest, tile) // attention_blocks.KEYS_OF_WORD
+    return row_keys.new_empty((batch, heads, words, padded), dtype=torch.int32)
+
+
+def _rounded(number: int, unit: int) -> int:
+    """Return the smallest multiple of `unit` that is not below `number`."""
+    return -(-number // unit) * unit
+
+
 @operation("trainer::keyed_attention", kept=True)
 def _attend(
     query: Tensor,
@@ -98,8 +206,9 @@ def _attend(
     starts: Tensor | None = None,
     lengths: Sequence[int] | None = None,
     window: int | None = None,
+    bits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the outputs of `fused_attention` without a graph."""
+    """Compute the outputs of `fused_attention` without a graph; `bits` are those of `_draw`."""
     query, key, value = map(_with_rows, (query, key, value))
     output, sums = _empty_results(query, key, value)
     # CUDA refuses a grid without programs.
@@ -108,12 +217,12 @@ def _attend(
     rows = _Rows.of(lengths, window)
 
     def plan() -> list[Launch]:
-        call = _Call(query, key, value, row_keys, mask, bias, scale, probability, is_causal, offsets, rows)
+        call = _Call(query, key, value, row_keys, mask, bias, scale, probability, is_causal, offsets, rows, bits)
         block = call.blocks.forward
         num_blocks = -(-call.queries // block.queries)
         numbers = (
             *call.factors, *call.strides_of(query, key, value, output.transpose(1, 2)), *call.strides(sums)[:3],
-            *call.added_strides, *call.strides(key_tiles)[:3],
+            *call.added_strides, *call.strides(bits)[:3], *call.strides(key_tiles)[:3],
             query.shape[1], call.group, call.queries, call.keys, num_blocks, *offsets,
         )  # fmt: skip
         # In one dimension: CUDA limits the others to 65,535 programs.
@@ -123,9 +232,9 @@ def _attend(
     # All that `plan` reads and Triton compiles for. Without one of them, another call would get this launch.
     facts = (
         "forward", query.device, scale, probability, is_causal, *offsets, *rows, _precision(query.dtype),
-        *facts_of(query, key, value, mask, bias, key_tiles),
+        *facts_of(query, key, value, mask, bias, key_tiles, bits),
     )  # fmt: skip
-    added = (mask if window is None else window, bias)
+    added = (bits, mask if window is None else window, bias)
     launch(facts, [(query, key, value, output, sums, row_keys, *added, key_tiles, starts)], plan)
     return output, sums
 
@@ -158,6 +267,7 @@ def backward_of(
     starts: Tensor | None = None,
     lengths: Sequence[int] | None = None,
     window: int | None = None,
+    bits: Tensor | None = None,
 ) -> list[Tensor]:
     """Return the gradients of query, key and value, and that of the bias `with_bias`.
 
@@ -175,7 +285,7 @@ def backward_of(
     rows, deltas = _Rows.of(lengths, window), sums.new_empty(sums.shape[1:])
 
     def plan() -> list[Launch]:
-        call = _Call(query, key, value, row_keys, mask, bias, scale, probability, is_causal, offsets, rows)
+        call = _Call(query, key, value, row_keys, mask, bias, scale, probability, is_causal, offsets, rows, bits)
         by_head, gradient, strides = output.transpose(1, 2), output_gradient.transpose(1, 2), call.strides
         inputs, of_sums, sizes = call.strides_of(query, key, value), strides(sums)[:3], (call.queries, call.keys)
         heads, key_heads, kernels = query.shape[1], key.shape[1], _kernels()
@@ -184,7 +294,7 @@ def backward_of(
         num_blocks = -(-call.queries // block.queries)
         numbers = (
             *call.factors, *inputs, *call.strides_of(by_head, gradient, query_gradient), *of_sums, *call.added_strides,
-            *strides(key_tiles)[:3], heads, call.group, *sizes, num_blocks, *offsets,
+            *strides(bits)[:3], *strides(key_tiles)[:3], heads, call.group, *sizes, num_blocks, *offsets,
         )  # fmt: skip
         grid, options = (num_blocks * call.rows * heads,), call.options(block, key_tiles is not None)
         # The order counts: the first kernel writes `deltas`, and the others read them.
@@ -194,7 +304,8 @@ def backward_of(
         num_blocks = -(-call.keys // block.keys)
         numbers = (
             *call.factors, *inputs, *call.strides_of(gradient, key_gradient, value_gradient), *of_sums,
-            *call.added_strides, *strides(query_tiles)[:3], key_heads, call.group, *sizes, num_blocks, *offsets,
+            *call.added_strides, *strides(bits)[:3], *strides(query_tiles)[:3], key_heads, call.group, *sizes,
+            num_blocks, *offsets,
         )  # fmt: skip
         grid, options = (num_blocks * call.rows * key_heads,), call.options(block, query_tiles is not None)
         launches.append(Launch(kernels.key_gradient_kernel, grid, numbers, options))
@@ -209,13 +320,13 @@ def backward_of(
                 del options[name]
             numbers = (
                 *call.factors, *inputs, strides(gradient), *strides(gradients[3])[:3], *of_sums, *call.added_strides,
-                call.rows, heads, *bias.shape[:2], call.group, *sizes, *blocks, *offsets,
+                *strides(bits)[:3], call.rows, heads, *bias.shape[:2], call.group, *sizes, *blocks, *offsets,
             )  # fmt: skip
             grid = (blocks[0] * blocks[1] * bias.shape[0] * bias.shape[1],)
             launches.append(Launch(kernels.bias_gradient_kernel, grid, numbers, options))
         return launches
 
-    inputs, added = (query, key, value), (mask if window is None else window, bias)
+    inputs, added = (query, key, value), (bits, mask if window is None else window, bias)
     shared = (sums, deltas, row_keys, *added)
     tensors: list[tuple[Any, ...]] = [
         (*inputs, output, output_gradient, query_gradient, *shared, key_tiles, starts),
@@ -225,7 +336,7 @@ def backward_of(
         tensors.append((*inputs, output_gradient, gradients[3], *shared))
     facts = (
         "backward", query.device, scale, probability, is_causal, *offsets, *rows, _precision(query.dtype), with_bias,
-        *facts_of(*inputs, mask, bias, key_tiles, output, output_gradient, sums),
+        *facts_of(*inputs, mask, bias, key_tiles, bits, output, output_gradient, sums),
     )  # fmt: skip
     launch(facts, tensors, plan)
     return gradients
@@ -252,6 +363,7 @@ def _empty_gradients(
     starts: Tensor | None = None,
     lengths: Sequence[int] | None = None,
     window: int | None = None,
+    bits: Tensor | None = None,
 ) -> list[Tensor]:
     # As projections make them, `[batch, positions, heads, head_dim]`, so that their gradients need no copy.
     gradients = [_empty_by_position(x) for x in (query, key, value)]
@@ -271,9 +383,9 @@ class _KeyedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        *tensors, scale, probability, is_causal, offsets, starts, lengths, window = inputs
+        *tensors, scale, probability, is_causal, offsets, starts, lengths, window, bits = inputs
         output: tuple[Tensor, Tensor] = _attend(*inputs)
-        ctx.save_for_backward(starts, *output, *tensors)
+        ctx.save_for_backward(bits, starts, *output, *tensors)
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)  # else torch makes zeros for the second output
         ctx.numbers = (scale, probability, is_causal, offsets)
@@ -283,9 +395,9 @@ class _KeyedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         with_bias = ctx.needs_input_grad[5]
-        starts, *tensors = ctx.saved_tensors
-        found = backward_of(gradients[0], *tensors, *ctx.numbers, with_bias, starts, *ctx.of_rows)
-        return *found[:3], None, None, found[3] if with_bias else None, *[None] * 9
+        bits, starts, *tensors = ctx.saved_tensors
+        found = backward_of(gradients[0], *tensors, *ctx.numbers, with_bias, starts, *ctx.of_rows, bits)
+        return *found[:3], None, None, found[3] if with_bias else None, *[None] * 10
 
 
 def fused_attention(
@@ -337,13 +449,24 @@ def fused_attention(
     """
     size = value.shape[-1]
     query, key, value = map(_with_aligned_heads, (query, key, value))
+    bits = None
+    has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    if has_gradient and keeps_bits(query, key, value, probability, lengths, window):
+        sizes = [query.shape[1], query.shape[2], key.shape[2]]
+        # An operation of its own: selective checkpointing keeps the output, and draws the mask again.
+        bits = _draw(row_keys, key_tiles, sizes, probability, is_causal, offsets, starts, lengths)
     arguments = (
         query, key, value, row_keys, mask, bias, key_tiles, query_tiles, scale, probability, is_causal, offsets, starts,
-        lengths, window,
+        lengths, window, bits,
     )  # fmt: skip
     output, sums = _KeyedAttention.apply(*arguments)  # type: ignore[no-untyped-call]
     # `_with_aligned_heads` may have padded the values.
     return output if output.shape[-1] == size else output[..., :size].contiguous(), sums
+
+
+def _threshold(probability: float) -> int:
+    """Return the lowest 16 bits that keep an element, as a signed number in the upper half of a word."""
+    return (dropped_levels(probability) - LANE_LEVELS // 2) << 16
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -408,6 +531,7 @@ class _Call:
         is_causal: bool,
         offsets: Sequence[int],
         rows: _Rows,
+        bits: Tensor | None,
     ) -> None:
         window = rows.window
         self.rows, self.queries, self.keys = query.shape[0], query.shape[2], key.shape[2]
@@ -429,9 +553,7 @@ class _Call:
         # The number of query heads that share the keys of one head.
         self.group = query.shape[1] // key.shape[1]
         levels = dropped_levels(probability)
-        # the lowest 16 bits that keep an element, as signed numbers in the upper half of a word
-        threshold = (levels - LANE_LEVELS // 2) << 16
-        self.factors = (scale, threshold, LANE_LEVELS / (LANE_LEVELS - levels))
+        self.factors = (scale, _threshold(probability), LANE_LEVELS / (LANE_LEVELS - levels))
         self.added_strides, unit = _in_units(self.strides(mask), self.strides(bias))
         kernels = _kernels()
         kind = kernels.NO_MASK if window is None else kernels.WINDOW
@@ -448,7 +570,7 @@ class _Call:
             "MASK": kind,
             "BIAS": bias is not None,
             "CAUSAL": is_causal,
-            "DROPOUT": levels > 0,
+            "DROPOUT": 0 if not levels else kernels.DRAWN if bits is None else kernels.STORED,
             "JOINED": rows.joined > 0,
             "UNIT": unit,
             "PRECISION": kernels.INTERPRETED if kernel_support.is_interpreted() else _precision(query.dtype),
