@@ -1,8 +1,9 @@
 """Attention function of transformers' models under layout-invariant dropout.
 
 It is registered with transformers under `KEYED_ATTENTION`. Without keyed dropout (evaluation, or probability 0), it
-calls transformers' SDPA. With it, it calls the fused kernel on a GPU. Elsewhere, and for arguments that the kernel does
-not take, it materialises the probabilities and applies the keyed mask to them.
+calls transformers' SDPA, or torch's variable-length attention in place of a mask. With it, it calls the fused kernel on
+a GPU. Elsewhere, and for arguments that the kernel does not take, it materialises the probabilities and applies the
+keyed mask to them.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ FLAT = "flat"
 
 _TILES = "visible_tiles"
 """The attribute of a mask with its visible tiles."""
+
+_ROWS = "padded_rows"
+"""The attribute of a mask with the rows that torch's variable-length attention reads in its place."""
 
 _VARIANTS = ("softcap", "s_aux", "cache")  # arguments that change the formula
 
@@ -104,6 +108,11 @@ def keyed_attention(
         raise UsageError(f"this model's attention uses {variant}, which has no keyed form; {REMEDY}")
     # No keyed mask is drawn; transformers' function has torch's own dropout too.
     if dropout == 0.0 or not has_site(module):
+        rows = getattr(attention_mask, _ROWS, None)
+        if rows is not None and dropout == 0.0 and position_bias is None:
+            states = (in_autocast_type(query), in_autocast_type(key), in_autocast_type(value))
+            if varlen.obstacle(*states) is None:
+                return rows.attention(*states, scale_of(query, scaling)), None
         if position_bias is not None and is_narrow(query):  # else its gradient would be summed over rows in fp16
             position_bias = position_bias.expand(len(query), -1, -1, -1)
         output: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
@@ -250,9 +259,12 @@ def attention_notes(model: nn.Module, device: torch.device) -> list[str]:
 
 
 def notes_of_masks(model: nn.Module, device: torch.device, obstacle: str | None) -> list[str]:
-    if obstacle is None:
-        return ["attention with dropout runs in the fused kernel"]
-    return [f"attention with dropout stores its probabilities, because {obstacle}"]
+    dropped = "runs in the fused kernel" if obstacle is None else f"stores its probabilities, because {obstacle}"
+    if (reason := varlen.obstacle_of_device(device)) is None:
+        masked = "reads padded rows by torch's variable-length attention in 16 bits, and other masks by torch's SDPA"
+    else:
+        masked = f"passes masks of padding to torch's SDPA, because {reason}"
+    return [f"attention with dropout {dropped}", f"attention without dropout {masked}"]
 
 
 def notes_of_rows(model: nn.Module, device: torch.device, obstacle: str | None) -> list[str]:
@@ -399,6 +411,10 @@ def _mask(attention_mask: Tensor | None = None, **options: Any) -> Tensor | None
         # Else, transformers would read the values of the mask, to find out whether it can be left out.
         options = {**options, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     mask: Tensor | None = sdpa_mask(attention_mask=attention_mask, **options)
+    if mask is not None and is_padded is not None and varlen.obstacle_of_device(mask.device) is None:
+        from trainer.models.padded_attention import rows_of
+
+        setattr(mask, _ROWS, rows_of(attention_mask, options))
     return mask
 
 
@@ -420,7 +436,12 @@ class AttentionForm:
     flat: str = FLAT_ATTENTION
 
 
-FORMS = {KEYED_ATTENTION: AttentionForm(notes_of_masks), FLAT_ATTENTION: AttentionForm(notes_of_rows)}
+_OF_TORCH = "attention runs in torch's SDPA; a mask of padding or of a window keeps FlashAttention off"
+FORMS = {
+    KEYED_ATTENTION: AttentionForm(notes_of_masks),
+    FLAT_ATTENTION: AttentionForm(notes_of_rows),
+    "sdpa": AttentionForm(lambda *_: [_OF_TORCH]),
+}
 """The forms of registered functions by name; a feature adds its functions."""
 
 ALL_ATTENTION_FUNCTIONS.register(KEYED_ATTENTION, attention)

@@ -68,14 +68,23 @@ class TestNotes:
         with torch.device("meta"):
             return AutoModelForSequenceClassification.from_config(config, attn_implementation=implementation)
 
-    def notes(self, monkeypatch, *, missing: str = "", capability=(9, 0), implementation: str = KEYED_ATTENTION):
+    MASKS = (
+        "attention without dropout reads padded rows by torch's variable-length attention in 16 bits, and other masks"
+        " by torch's SDPA"
+    )
+
+    def notes(
+        self, monkeypatch, *, missing: str = "", capability=(9, 0), implementation: str = KEYED_ATTENTION,
+        flash: bool = True,
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: flash)
         monkeypatch.setattr(kernel_support, "find_spec", lambda name: None if name == missing else object())
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
         return attention_notes(self.model(implementation), self.GPU)
 
     def test_the_kernel(self, monkeypatch):
-        assert self.notes(monkeypatch) == ["attention with dropout runs in the fused kernel"]
+        assert self.notes(monkeypatch) == ["attention with dropout runs in the fused kernel", self.MASKS]
         assert self.notes(monkeypatch, implementation=HEADS_ATTENTION) == self.notes(monkeypatch)
         around = self.notes(monkeypatch, implementation=RING_ATTENTION)
         assert around == ["attention around a ring runs in the fused kernel"]
@@ -89,22 +98,32 @@ class TestNotes:
         ],
     )
     def test_the_eager_function(self, monkeypatch, options, reason):
-        (note,) = self.notes(monkeypatch, **options)
+        note, without = self.notes(monkeypatch, **options)
         assert note.startswith("attention with dropout stores its probabilities, because ")
         assert reason in note
+        if "capability" in options:
+            assert without.startswith("attention without dropout passes masks of padding to torch's SDPA, because ")
+            assert reason in without
+        else:
+            assert without == self.MASKS
         (note,) = self.notes(monkeypatch, implementation=RING_ATTENTION, **options)
         assert note.startswith("attention around a ring computes its blocks by operations of torch, because ")
         assert reason in note
 
+    def test_torchs_dropout(self, monkeypatch):
+        (note,) = self.notes(monkeypatch, implementation="sdpa")
+        assert note == "attention runs in torch's SDPA; a mask of padding or of a window keeps FlashAttention off"
+
     def test_a_missing_kernel(self, monkeypatch):
         monkeypatch.delitem(kernel_support.KERNELS, "attention")
-        assert self.notes(monkeypatch) == [
-            "attention with dropout stores its probabilities, because no kernel of attention is installed"
+        assert self.notes(monkeypatch, flash=False) == [
+            "attention with dropout stores its probabilities, because no kernel of attention is installed",
+            "attention without dropout passes masks of padding to torch's SDPA, because this torch was built without"
+            " FlashAttention",
         ]
 
     def of_rows(self, monkeypatch, flash: bool = True, **options):
-        monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: flash)
-        return self.notes(monkeypatch, implementation=FLAT_ATTENTION, **options)
+        return self.notes(monkeypatch, implementation=FLAT_ATTENTION, flash=flash, **options)
 
     def test_flat_rows(self, monkeypatch):
         """Without keyed dropout, a model has none of its sites."""
@@ -119,7 +138,7 @@ class TestNotes:
         assert self.of_rows(monkeypatch, capability=(7, 5)) == [f"attention pads flat rows, because {reason}"]
 
     def test_of_other_attention_and_devices_there_are_none(self, monkeypatch):
-        assert self.notes(monkeypatch, implementation="sdpa") == []
+        assert self.notes(monkeypatch, implementation="eager") == []
         assert attention_notes(self.model(KEYED_ATTENTION), torch.device("cpu")) == []
 
 
