@@ -12,7 +12,7 @@ WORKERS := --numprocesses 4 --dist worksteal
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-nightly test-bounds chaos plant check docs bench bench-quick gpu fake-gpu dist clean
+.PHONY: help train test test-all test-nightly test-bounds chaos plant check docs bench bench-quick gpu rehearse-gpu fake-gpu dist clean
 
 help:
 	@echo "make train      fine-tune the sample BERT, on the GPUs of this machine or on two CPU processes"
@@ -26,8 +26,8 @@ help:
 	@echo "make docs       build the documentation as a site, in site/"
 	@echo "make bench      compare the speed with a hand-written loop and other tools, on CPUs"
 	@echo "make bench-quick  compare the speed for the smallest model only, in a minute"
-	@echo "make gpu        check and measure all that one GPU can, in nine minutes at most"
-	@echo "make fake-gpu   run steps on fake CUDA tensors without a GPU; installs 6 GB once"
+	@echo "make gpu        measure one GPU in nine minutes, then check it in nine more"
+	@echo "make fake-gpu   rehearse the measurements, and run steps on fake CUDA tensors, without a GPU; installs 6 GB once"
 	@echo "make dist       build the package into dist/, and train the sample with its wheel in a fresh environment"
 	@echo "make clean      remove all built files; runs/ stays"
 
@@ -76,9 +76,17 @@ bench-quick: $(INSTALLED)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.benchmarks.throughput --models small --processes 1 --rounds 20 --steps 4
 
 gpu: $(INSTALLED)
-	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.benchmarks.first_gpu
+	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.benchmarks.gpu --plan-only --json plans.json
+	@status=0; export HF_HUB_OFFLINE=1; \
+	$(BIN)/python -m tests.benchmarks.first_gpu --plans plans.json || status=1; \
+	$(BIN)/python -m tests.benchmarks.first_gpu --checks --out first_gpu_checks || status=1; exit $$status
 
-fake-gpu: .fakegpu/libcuda.so.1
+rehearse-gpu: $(INSTALLED)
+	rm -rf .fakegpu/rehearsal
+	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.benchmarks.first_gpu --tiny --minutes 30 --out .fakegpu/rehearsal
+	cat .fakegpu/rehearsal/budget.txt
+
+fake-gpu: rehearse-gpu .fakegpu/libcuda.so.1
 	FAKE_DRIVER=$(CURDIR)/$< LD_PRELOAD=$(CURDIR)/$< LD_LIBRARY_PATH=$(CURDIR)/.fakegpu HF_HUB_OFFLINE=1 \
 	  .fakegpu/venv/bin/python -m pytest tests/gpu/fake
 

@@ -28,6 +28,7 @@ from pydantic.fields import FieldInfo
 
 import trainer.recipe.registered  # noqa: F401  # puts the keys of features into the schema
 from docs import costs
+from tests.benchmarks.budget import budget
 from trainer.cli.program import command
 from trainer.models.families.family import ModelFamily, TensorPlan
 from trainer.models.families.table import FAMILIES
@@ -406,12 +407,55 @@ def _gpu_table(result: Mapping[str, Any]) -> str:
         "ms a step",
         "launches",
         "peak memory",
-        "of a plain loop",
-        "of transformers' Trainer",
+        *_PEERS.values(),
     )
     columns = list(zip(header, *(_gpu_row(name, row, result) for name, row in result["training"].items()), strict=True))
-    peers = [column for column in columns[-2:] if set(column[1:]) != {"-"}]
-    head, *rows = zip(*columns[:-2], *peers, strict=True)
+    own = len(header) - len(_PEERS)
+    peers = [column for column in columns[own:] if set(column[1:]) != {"-"}]
+    head, *rows = zip(*columns[:own], *peers, strict=True)
+    return _table(head, rows)
+
+
+_PEERS = {
+    "plain": "of a plain loop",
+    "compiled": "of a compiled loop",
+    "captured": "of a compiled, captured loop",
+    "transformers": "of transformers' Trainer",
+}
+"""The heads of the columns of other loops: ratios of rates, and the peak memory of that loop."""
+_LIKE_PEERS = re.compile(r"(keyed dropout, CUDA graphs|compiled(, CUDA graphs)?|CUDA graphs, whole logits)$")
+
+
+def _name_at_peers(name: str) -> str:
+    """Return the name under which the other loops trained the same batches."""
+    if name.endswith("no dropout, compiled"):
+        return name.removesuffix(", compiled")
+    return _LIKE_PEERS.sub("keyed dropout", name)
+
+
+def _beside_peer(row: Mapping[str, Any], peer: Mapping[str, Any]) -> str:
+    if "rows_per_second" not in peer:
+        return "-"
+    memory = f" ({_size(peer['peak_bytes'])})" if peer.get("peak_bytes") else ""
+    return f"{row['rows_per_second'] / peer['rows_per_second']:.2f}{memory}"
+
+
+def gpu_budget(results: Iterable[Mapping[str, Any]]) -> str:
+    """Return the expected figures of `tests/benchmarks/budget.py` beside the fastest measured steps."""
+    results = list(results)
+    rows = []
+    for one in budget():
+        found = [value for result in results if (value := one.measured(result)) is not None]
+        measured = f"{min(found):,.1f}" if found and one.unit == "ms" else "-"
+        work, is_training, _ = one.place[-2].partition(" tokens, bf16, ddp")
+        shares = [
+            row["mfu"] * 1000 * row["step_seconds"] / one.value
+            for result in results if is_training
+            for name, row in result["training"].items() if name.startswith(f"{work} tokens") and "mfu" in row
+        ]  # fmt: skip
+        mfu = f"{shares[0]:.1%}" if shares else "-"
+        rows.append((one.name, one.unit, measured, f"{one.value:.3g}", mfu, one.assumption))
+    head = ("figure", "unit", "measured", "expected, not measured", "its MFU", "assumption")
     return _table(head, rows)
 
 
@@ -420,10 +464,9 @@ _USUAL = re.compile(r", (bf16|ddp|keyed dropout)(?=,|$)")  # keys of a training 
 
 def _gpu_row(name: str, row: Mapping[str, Any], result: Mapping[str, Any]) -> tuple[str, ...]:
     if "rows" not in row:
-        return name, row.get("not_run") or row["error"].splitlines()[0], *"-------"
+        return name, row.get("not_run") or row["error"].splitlines()[0], *"-" * (5 + len(_PEERS))
     shares, peak = [row.get(share) for share in ("mfu", "hfu")], row.get("peak_bytes")
-    same_batches = name.replace(", CUDA graphs", "")
-    peers = [result.get(peer, {}).get(same_batches, {}).get("rows_per_second") for peer in ("plain", "transformers")]
+    same_batches = _name_at_peers(name)
     return (
         _USUAL.sub("", name),
         f"{row['rows_per_second']:,.0f}",
@@ -431,7 +474,7 @@ def _gpu_row(name: str, row: Mapping[str, Any], result: Mapping[str, Any]) -> tu
         f"{1000 * row['step_seconds']:.1f}",
         str(row["launches"]),
         "-" if peak is None else _size(peak),
-        *("-" if peer is None else f"{row['rows_per_second'] / peer:.2f}" for peer in peers),
+        *(_beside_peer(row, result.get(peer, {}).get(same_batches, {})) for peer in _PEERS),
     )
 
 
@@ -589,6 +632,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "families": _families,
     "faults": _faults,
     "floors": _floors,
+    "gpu_budget": lambda: gpu_budget(_read(file) for file in sorted(GPUS.glob("*.json"))),
     "gpu_figures": lambda: gpu_figures(_read(file) for file in sorted(GPUS.glob("*.json"))),
     "gpus": lambda: ", ".join(f"`{name}`" for name in known_devices()),
     "house": _house,

@@ -1,11 +1,17 @@
-"""The first minutes on a GPU, in order of value: one command without make and without a network.
+"""The first minutes on a GPU, in order of value: commands without make and without a network.
 
-    python -m tests.benchmarks.first_gpu --minutes 9 --out first_gpu
+    python -m tests.benchmarks.gpu --plan-only --json plans.json        # before, on any machine
+    python -m tests.benchmarks.first_gpu --plans plans.json --out first_gpu
+    python -m tests.benchmarks.first_gpu --checks --out first_gpu_checks
 
-Each part is a process of its own, with a limit of time. It streams to `OUT/PART.txt`, so a part that is cut off keeps
-its output, and the others run. Parts that check run several at once, parts that measure run alone. `OUT/summary.txt`
-has a line for each part that ended. With `--minutes 25`, the parts that take long run too. A signal ends the running
-parts, and no other begins. The exit code is 1 if a part failed.
+The first run measures, the second one checks. Each part is a process of its own, with a limit of time. It streams to
+`OUT/PART.txt`, and writes each result into its JSON as soon as it is known. So a part that is cut off keeps its output,
+and the others run. Parts that check run several at once, parts that measure run alone. `OUT/summary.txt` has a line for
+each part that ended. `OUT/budget.txt` has the expected figures beside the measured ones, and the wrong assumptions.
+`OUT/gpu.json` has the trainings of all parts, for a page. With `--minutes 25`, the parts that take long run too. A
+signal ends the running parts, and no other begins. The exit code is 1 if a part failed.
+
+`--tiny` rehearses the first run on a CPU with tiny models; `--minutes` above nine make all limits longer then.
 """
 
 from __future__ import annotations
@@ -25,8 +31,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from tests.benchmarks import budget
 from tests.helpers.processes import ROOT, environment, kill
+from trainer.base.disk import replace_text
 from trainer.ranks.stopping import handled
 
 PYTEST = ("-m", "pytest", "-v", "-rA", "--tb=short", "-p", "no:cacheprovider")
@@ -77,6 +86,8 @@ TRAININGS: dict[str, tuple[str, ...]] = {
 """Trainings that run on the GPU and on the CPU of the machine: 20 steps in fp32, and an evaluation."""
 LARGER = {"texts": 1e-4}
 """Larger tolerances: T5 does not scale its scores, so that rounding of matrix products grows: docs/hardware.md."""
+FIGURES = ("figures", "variants", "modernbert", "heads", "loops", "ours")
+"""The parts that write results of `tests/benchmarks/gpu.py`; a later one takes precedence."""
 LEAST_SECONDS = 5.0
 """No part begins with less time left."""
 
@@ -135,23 +146,49 @@ def checks() -> list[Part]:
     ]
 
 
-def measurements(is_long: bool) -> list[Part]:
-    """Return the parts that run alone, the most valuable first."""
-    variants = ("short rows", "short rows without padding", "compiled")
-    figures = ("-m", "tests.benchmarks.gpu", "--seconds", "{seconds}", "--json")
-    profile = Part("profile", ("-m", "tests.benchmarks.gpu_profile", "--json", "{out}/profile.json"), 90)
-    if not is_long:
-        return [profile, Part("figures", (*figures, "{out}/gpu.json"), 600)]
+def measurements(is_long: bool, tiny: bool = False, plans: Path | None = None) -> list[Part]:
+    """Return the parts that run alone, the most valuable first; those of a short run take nine minutes at most.
+
+    A combination of keys that a recipe refuses has its error in the results, and the others run.
+    """
+    small = ("--tiny",) if tiny else ()
+    figures = ("-m", "tests.benchmarks.gpu", *small, "--seconds", "{seconds}", "--turns", "1")
+    figures += () if plans is None else ("--plans", str(plans.resolve()))
+
+    def part(name: str, limit: float, *words: str) -> Part:
+        return Part(name, (*words, "--json", f"{{out}}/{name}.json"), limit)
+
+    ceilings = ("-m", "tests.benchmarks.gpu_ceilings", *small)
+    profile = ("-m", "tests.benchmarks.gpu_profile", *small, "--cases")
+    graphs = [f"{model}, CUDA graphs" for model in ("BERT-large", "Llama 1B", "BERT-base")]
+    ours = ("--contestants", "ours", "--variants")
+    short = [
+        part("ceilings", 40, *ceilings, "ceilings"),
+        part("profile", 95, *profile, *graphs),
+        part("loops", 150, *figures, "--headlines", "--contestants", "compiled", "captured", "plain",
+             "--variants", budget.EAGER),
+        part("ours", 110, *figures, "--headlines", *ours, budget.GRAPHS, "compiled", budget.BOTH),
+        part("attention", 45, *ceilings, "attention"),
+        part("heads", 30, *figures, "--models", "Llama 1B", *ours, "CUDA graphs, whole logits"),
+        part("graphs", 25, *profile, f"BERT-base, {budget.EAGER}"),
+        part("updates", 20, *ceilings, "updates"),
+    ]  # fmt: skip
+    return short if not is_long else [*short, *_long_measurements(figures)]
+
+
+def _long_measurements(figures: tuple[str, ...]) -> list[Part]:
+    variants = ("short rows", "short rows without padding")
+    own = ("ModernBERT-base, masked words",)
     large = ("gpt2_sample", LLAMA_1B, *BF16, UNEVALUATED, "training.max_steps=4")
     stopped = training("large_resumed", *large, "training.stop_at_step=2")
     long = ("bert_sample", UNEVALUATED, "training.max_steps=100000")
     blocks = ("-m", "tests.benchmarks.attention_blocks", "--seconds", "180", "--json", "{out}/blocks.json")
     return [
-        profile,
+        Part("modernbert", (*figures, "--models", *own, "--json", "{out}/modernbert.json"), 240),
         Part("large_stopped", stopped.arguments),  # the checkpoint of a large model
         training("large_resumed", *large),
-        Part("figures", (*figures, "{out}/gpu.json"), 420),
-        Part("variants", (*figures, "{out}/variants.json", "--variants", *variants), 240),
+        Part("figures", (*figures, "--json", "{out}/figures.json"), 420),
+        Part("variants", (*figures, "--json", "{out}/variants.json", "--variants", *variants), 240),
         replace(training("sampled", *long), limit_seconds=60),  # killed after its first samples
         Part("why", ("-m", "trainer", "why", "{out}/sampled")),
         Part("blocks", blocks, 240),
@@ -222,6 +259,14 @@ class Runner:
     def _filled(self, word: str, limit: float) -> str:
         return word.replace("{out}", str(self._out)).replace("{seconds}", str(int(limit * 0.9)))
 
+    def report(self, tiny: bool) -> None:
+        """Write the budget beside the figures of all parts until now, and the trainings of all parts into one file."""
+        heading = ["a rehearsal with tiny models: its figures say nothing about a GPU"] if tiny else []
+        with suppress(OSError):
+            replace_text(self._out / "budget.txt", "\n".join([*heading, *budget.lines(self._out)]) + "\n")
+            if trainings := merged(self._out):
+                replace_text(self._out / "gpu.json", json.dumps(trainings, indent=2) + "\n")
+
     def compare(self, one: str, other: str, tolerance: float) -> None:
         """Write a line about the losses of two runs."""
         try:
@@ -258,6 +303,16 @@ class Runner:
                 print(line, file=summary, flush=True)
 
 
+def merged(folder: Path) -> dict[str, Any]:
+    """Return the results of all parts that train, as one of `tests/benchmarks/gpu.py`."""
+    found: dict[str, Any] = {}
+    for name in FIGURES:
+        with suppress(OSError, ValueError):
+            for key, value in json.loads((folder / f"{name}.json").read_text(encoding="utf-8")).items():
+                found[key] = {**found.get(key, {}), **value} if isinstance(value, dict) else value
+    return found
+
+
 def has_gpu() -> bool:
     """Return whether torch sees a GPU. A process of its own asks, which frees the GPU's memory at its end."""
     ask = "import sys, torch; sys.exit(not torch.cuda.is_available())"
@@ -269,10 +324,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("first_gpu"), help="the folder of the results")
     parser.add_argument("--minutes", type=float, default=9, help="the limit; from 25 on, slow parts run too")
     parser.add_argument("--only", nargs="+", help="the names of the parts to run")
+    parser.add_argument("--checks", action="store_true", help="check in place of measuring")
+    parser.add_argument("--plans", type=Path, help="a file of `python -m tests.benchmarks.gpu --plan-only`")
+    parser.add_argument("--tiny", action="store_true", help="rehearse with tiny models; this needs no GPU")
     options = parser.parse_args(arguments)
-    is_long = bool(options.only) or options.minutes >= 25
-    at_once = [*checks(), *(beside_cpu() if is_long else ())]
-    alone = [sample("run_resumed"), *measurements(is_long)]
+    is_long = bool(options.only) or (options.minutes >= 25 and not options.tiny)
+    at_once, alone = list[Part](), list[Part]()
+    if options.checks or options.only:
+        at_once = [*checks(), *(beside_cpu() if is_long else ())]
+        alone = [sample("run_resumed")]
+    if not options.checks:
+        alone += measurements(is_long, options.tiny, options.plans)
+    if options.tiny:  # a CPU may need minutes for the imports of a part
+        longer = max(1.0, options.minutes / 9)
+        alone = [replace(part, limit_seconds=longer * part.limit_seconds) for part in alone]
     chosen = options.only or [part.name for part in (*at_once, *alone)]
     if unknown := set(chosen) - {part.name for part in (*at_once, *alone)}:
         parser.error(f"--only names {', '.join(sorted(unknown))}, which are no parts; leave them out")
@@ -285,7 +350,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         parser.error(f"--out is {options.out}, which cannot be made ({error.strerror}); name another folder")
     until = time.monotonic() + 60 * options.minutes - LEAST_SECONDS
-    if not has_gpu():
+    if not options.tiny and not has_gpu():
         parser.error("torch sees no GPU; see `python -m trainer doctor`")
     runner = Runner(options.out.resolve(), until)
     with handled((signal.SIGHUP, signal.SIGINT, signal.SIGTERM), runner.stop):
@@ -294,6 +359,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for part in alone:
             if part.name in chosen:
                 runner.run(part)
+                runner.report(options.tiny)
     for names in (*SAME_LOSSES, *((f"{name}_cpu", name, LARGER.get(name, 1e-5)) for name in TRAININGS)):
         if set(names[:2]) <= set(chosen):
             runner.compare(*names)

@@ -2,8 +2,9 @@
 
     python -m tests.benchmarks.gpu --json gpu.json
 
-- Speed, shares of the peak (MFU and HFU), launched kernels and peak memory of trainings, beside a plain loop of PyTorch
-  and transformers' `Trainer`. The host reads each loss one step late, as in a run.
+- Speed, shares of the peak (MFU and HFU), launched kernels and peak memory of trainings, beside plain loops of PyTorch
+  (as it is, compiled, and compiled with CUDA graphs) and transformers' `Trainer`. The host reads each loss one step
+  late, as in a run.
 - The planned memory of each model, and the planned time of a step on a device that plans know.
 - An update with moments in 32 and in 8 bits.
 
@@ -21,7 +22,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -44,7 +45,7 @@ from trainer.models.fill import build_model
 from trainer.models.place import planned_cuts
 from trainer.observe.meter import peak_flops
 from trainer.parallel.mesh import ParallelMesh, init_process_group
-from trainer.parallel.microbatch import Microbatch, RankBatch
+from trainer.parallel.microbatch import IGNORED_LABEL, Microbatch, RankBatch
 from trainer.recipe.plan import plan_run
 from trainer.recipe.schema import AdamW, OptimizerKeys, Recipe
 from trainer.recipe.strategies import STRATEGIES
@@ -69,10 +70,13 @@ LLAMA = {
 }  # fmt: skip
 VIT = {"model_type": "vit", "image_size": 224, "patch_size": 16}
 T5 = {"model_type": "t5", "d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12, "decoder_start_token_id": 0}
+MASKED = 0.3
+"""The share of masked tokens in the training of ModernBERT (Warner et al. 2024, arXiv:2412.13663)."""
 TASKS: dict[str, dict[str, Any]] = {
     "Llama 1B": {"type": "causal_lm", "text": "text"},
     "T5-base": {"type": "seq2seq_lm", "source": "text", "target": "target", "max_target_length": 64},
     "ViT-base": {"type": "image_classification", "image": "image", "label": "label", "labels": ["a", "b"]},
+    "ModernBERT-base, masked words": {"type": "masked_lm", "text": "text", "mask_probability": MASKED},
 }
 """The tasks of the models that do not classify texts."""
 SMALL = {
@@ -87,16 +91,27 @@ SMALL_MODELS: dict[str, dict[str, Any]] = {
     "T5-base": {"vocab_size": 211, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4},
     "ViT-base": {key: value for key, value in SMALL.items() if key != "vocab_size"},
 }
+COMPILED = ("compiled", "compiled, CUDA graphs")
+OWN_SETTINGS = ("without padding, no dropout", "without padding, no dropout, compiled")
+"""The settings of ModernBERT's repository: flat rows, a compiled model, no dropout in attention and layers."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "keyed dropout": {},
     "keyed dropout, CUDA graphs": {"cuda_graphs": True},
     "torch's dropout": {"training": {"layout_invariant_dropout": False}},
     "no dropout": {"model": {"dropout": 0.0}},
     "compiled": {"compile": True},
+    "compiled, CUDA graphs": {"compile": True, "cuda_graphs": True},
+    "CUDA graphs, whole logits": {"cuda_graphs": True, "task": {"vocabulary_chunk": None}},
     "short rows": {},
     "short rows without padding": {"data": {"padding_free": True}},
     "short rows, no dropout": {"model": {"dropout": 0.0}},
     "short rows without padding, no dropout": {"data": {"padding_free": True}, "model": {"dropout": 0.0}},
+    "without padding, no dropout": {"data": {"padding_free": True}, "model": {"dropout": 0.0}},
+    "without padding, no dropout, compiled": {
+        "data": {"padding_free": True},
+        "model": {"dropout": 0.0},
+        "compile": True,
+    },
 }
 SHORT_ROWS = tuple(name for name in VARIANTS if name.startswith("short rows"))
 """The variants with rows of a quarter of the length up to all of it. The others have no padding."""
@@ -114,6 +129,10 @@ class Case:
     strategy: str = "ddp"
     precision: str = "bf16"
     beside_peers: bool = False
+
+    @property
+    def shape(self) -> str:
+        return f"{self.rows}x{self.length}"
 
     @property
     def name(self) -> str:
@@ -135,6 +154,10 @@ class Case:
         return Recipe.model_validate(keys)
 
 
+HEADLINES = (("BERT-large", "32x384"), ("BERT-base", "32x128"), ("Llama 1B", "2x2048"))
+"""The models and shapes that are also compiled."""
+
+
 def cases() -> Iterator[Case]:
     """Iterate over all measured trainings, the most important first."""
     eager, graphs, *others = VARIANTS
@@ -154,8 +177,15 @@ def cases() -> Iterator[Case]:
     ):
         for variant in (graphs, eager):
             yield Case(model, config, length, rows, variant, beside_peers=variant == eager)
+        if (model, f"{rows}x{length}") in HEADLINES:
+            for variant in COMPILED:
+                yield Case(model, config, length, rows, variant)
+    yield Case("Llama 1B", LLAMA, 2048, 2, "CUDA graphs, whole logits")
+    for variant in OWN_SETTINGS:
+        yield Case("ModernBERT-base, masked words", MODERN, 1024, 96, variant, beside_peers=variant == OWN_SETTINGS[0])
     for variant in others:
-        yield Case("BERT-base", BASE, 384, 32, variant)
+        if variant not in (*OWN_SETTINGS, "CUDA graphs, whole logits"):
+            yield Case("BERT-base", BASE, 384, 32, variant)
     for variant in SHORT_ROWS[:2]:  # with a sliding window, and with causal attention
         yield Case("ModernBERT-base", MODERN, 1024, 16, variant)
         yield Case("Llama 1B", LLAMA, 2048, 4, variant)
@@ -168,7 +198,7 @@ def cases() -> Iterator[Case]:
 def shrunk(case: Case) -> Case:
     """Return the case with a tiny model, few rows and few tokens."""
     config = {**case.config, **SMALL_MODELS.get(case.model, SMALL)}
-    if case.model == "ModernBERT-base":
+    if case.model.startswith("ModernBERT-base"):
         config |= dict.fromkeys(("pad_token_id", "bos_token_id", "cls_token_id"), 0)
         config |= dict.fromkeys(("eos_token_id", "sep_token_id"), 1)
     return replace(case, config=config, length=min(16, case.length), rows=4)
@@ -186,7 +216,15 @@ def random_batches(case: Case, recipe: Recipe, task: Any, config: Any) -> list[R
                 if name == "pixel_values":
                     values.normal_(generator=generator)
             if case.variant in SHORT_ROWS:
-                batch.microbatches[index] = _shortened(microbatch, generator)
+                microbatch = _shortened(microbatch, generator)
+            elif recipe.data.padding_free:  # rows of the whole length
+                whole = torch.ones_like(microbatch.inputs["attention_mask"])
+                microbatch = replace(microbatch, inputs={**microbatch.inputs, "attention_mask": whole}, flat=None)
+            if recipe.task.type == "masked_lm":
+                labels = torch.randint(5, config.vocab_size, microbatch.labels.shape, generator=generator)
+                labels[torch.rand(labels.shape, generator=generator) >= MASKED] = IGNORED_LABEL
+                microbatch = replace(microbatch, labels=labels, num_labels=int((labels != IGNORED_LABEL).sum()))
+            batch.microbatches[index] = microbatch
         masks = [one.inputs["attention_mask"] for one in batch.microbatches if "attention_mask" in one.inputs]
         if masks:  # images have none
             batch = replace(batch, num_tokens=int(sum(mask.sum() for mask in masks)))
@@ -204,8 +242,10 @@ def _shortened(microbatch: Microbatch, generator: torch.Generator) -> Microbatch
 
 
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
-TOOLS = {"plain": "pytorch", "transformers": "transformers"}
+TOOLS = {"plain": "pytorch", "compiled": "compiled", "captured": "captured", "transformers": "transformers"}
 """The other loops, by the name of their results."""
+OURS, UPDATES = "ours", "updates"
+"""The names of this trainer's steps and of updates among the contestants."""
 
 
 class Device:
@@ -281,7 +321,8 @@ def train(case: Case, planned: Mapping[str, Any] | None) -> dict[str, Any]:
         "peak_bytes": peak_bytes,
         "last_loss": last.loss,
     }
-    if planned is not None and case.variant not in SHORT_ROWS:  # a plan has no padding
+    # A plan has no padding, and labels on all tokens.
+    if planned is not None and case.variant not in SHORT_ROWS and case.recipe().task.type != "masked_lm":
         peak = peak_flops(device.name, case.precision)
         for share, flops in (("mfu", "model_flops"), ("hfu", "flops")):
             found[share] = None if peak is None else planned[flops] / step / peak
@@ -394,10 +435,37 @@ def plan(case: Case, device: str = "") -> dict[str, Any]:
     return found
 
 
-def run(chosen: Mapping[str, Case], tiny: bool, until: float, out: Path, plans: Path | None) -> None:
+def plan_all(chosen: Mapping[str, Case], device: str, out: Path) -> None:
+    """Write the plans of cases into a file, for runs on a device with that name."""
+    plans: dict[str, Any] = {}
+    for name, case in chosen.items():
+        attempt(plans, name, math.inf, partial(plan, case, device))
+        replace_text(out, json.dumps({"device": device, "plans": plans}, indent=2) + "\n")
+
+
+def read_plans(file: Path, device: str) -> dict[str, Any]:
+    """Return the plans of a file; without times, if they are those of another device."""
+    found = json.loads(file.read_text(encoding="utf-8"))
+    plans: dict[str, Any] = found["plans"]
+    if device_named(found.get("device", "")) != device_named(device):
+        for one in plans.values():
+            one.pop("step_seconds", None)
+    return plans
+
+
+def run(
+    chosen: Mapping[str, Case],
+    tiny: bool,
+    until: float,
+    out: Path,
+    plans: Path | None,
+    contestants: Collection[str],
+    turns: int = TURNS,
+) -> None:
     """Run all parts until the deadline; `out` is written after each, so that an interrupted run keeps the others.
 
-    `plans` is a file of an earlier run with the plans; None: they are made now.
+    `plans` is a file of an earlier run with the plans; None: they are made now. `contestants` are some of `OURS`,
+    `TOOLS` and `UPDATES`.
     """
     results: dict[str, Any] = {**apart(lambda: {"device": Device().name}), "torch": torch.__version__, "tiny": tiny}
     results |= {part: {} for part in ("plans", "updates", "training", *TOOLS)}
@@ -406,18 +474,22 @@ def run(chosen: Mapping[str, Case], tiny: bool, until: float, out: Path, plans: 
         replace_text(out, json.dumps(results, indent=2) + "\n")
 
     if plans is not None:
-        results["plans"] = json.loads(plans.read_text())["plans"]
+        results["plans"] = read_plans(plans, results.get("device", ""))
     for name, case in chosen.items():
-        if plans is None:
+        if plans is None and OURS in contestants:
             attempt(results["plans"], name, until, partial(plan, case, results.get("device", "")))
         planned = results["plans"].get(name, {})
-        for _ in range(TURNS if case.beside_peers else 1):
-            attempt(results["training"], name, until, partial(train, case, planned if "flops" in planned else None))
+        for _ in range(turns if case.beside_peers else 1):
+            if OURS in contestants:
+                attempt(results["training"], name, until, partial(train, case, planned if "flops" in planned else None))
+                save()
             for peer, tool in TOOLS.items() if case.beside_peers else ():
-                attempt(results[peer], name, until, partial(train_by_peer, case, tool))
-            save()
-    for recipe in (AdamW(), AdamW8bit(name="adamw_8bit")):
+                if peer in contestants:
+                    attempt(results[peer], name, until, partial(train_by_peer, case, tool))
+                    save()
+    for recipe in (AdamW(), AdamW8bit(name="adamw_8bit")) if UPDATES in contestants else ():
         attempt(results["updates"], recipe.name, until, partial(update, recipe, tiny))
+        save()
     save()
 
 
@@ -429,20 +501,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = list(dict.fromkeys(case.model for case in cases()))
     parser.add_argument("--models", choices=names, nargs="+", default=names, help="the models to measure")
     parser.add_argument("--variants", choices=VARIANTS, nargs="+", default=VARIANTS, help="the variants to measure")
+    shapes = list(dict.fromkeys(case.shape for case in cases()))
+    parser.add_argument("--shapes", choices=shapes, nargs="+", default=shapes, help="the rows x tokens to measure")
+    parser.add_argument(
+        "--headlines", action="store_true", help=f"only {', '.join(map(' '.join, HEADLINES))}, in order"
+    )
+    everyone = [OURS, *TOOLS, UPDATES]
+    parser.add_argument("--contestants", choices=everyone, nargs="+", default=everyone, help="the loops to measure")
+    parser.add_argument(
+        "--turns", type=int, default=TURNS, help="turns of a training and its peers; the fastest counts"
+    )
     parser.add_argument("--plan-only", action="store_true", help="make the plans only; this needs no GPU")
+    parser.add_argument("--device", default="NVIDIA H200", help="torch's name of the GPU for the times of --plan-only")
     parser.add_argument("--plans", type=Path, help="a file of --plan-only, whose plans are not made again")
     options = parser.parse_args(arguments)
-    named = [case for case in cases() if case.model in options.models and case.variant in options.variants]
+    named = [
+        case
+        for case in cases()
+        if case.model in options.models and case.variant in options.variants and case.shape in options.shapes
+    ]
+    if options.headlines:
+        of_headline = [[case for case in named if (case.model, case.shape) == headline] for headline in HEADLINES]
+        named = [case for found in of_headline for case in found]
     chosen = {case.name: shrunk(case) if options.tiny else case for case in named}
     if options.plan_only:
-        plans: dict[str, Any] = {}
-        for name, case in chosen.items():
-            attempt(plans, name, math.inf, partial(plan, case))
-            replace_text(options.json, json.dumps({"plans": plans}, indent=2) + "\n")
+        plan_all(chosen, options.device, options.json)
         return 0
     if not options.tiny and not apart(lambda: {"is_gpu": Device().is_gpu})["is_gpu"]:
         parser.error("this machine has no GPU; --tiny checks the script without one")
-    run(chosen, options.tiny, time.monotonic() + options.seconds, options.json, options.plans)
+    until = time.monotonic() + options.seconds
+    run(chosen, options.tiny, until, options.json, options.plans, options.contestants, options.turns)
     return 0
 
 

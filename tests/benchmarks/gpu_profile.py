@@ -1,6 +1,6 @@
-"""A profile of BERT-base on one GPU with keyed, torch's and no dropout: where the time of a step goes, and who waits.
+"""Profiles of trainings on one GPU: where the time of a step goes, how many kernels it has, and who waits.
 
-    python -m tests.benchmarks.gpu_profile --json profile.json
+    python -m tests.benchmarks.gpu_profile --json profile.json --cases "BERT-base, no dropout"
 
 Steps run under `torch.cuda.set_sync_debug_mode`, which reports each operation that lets the host wait for the GPU. Then
 torch's profiler records steps. `--tiny` checks this script on a CPU, where nothing waits.
@@ -22,10 +22,19 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from tests.benchmarks.gpu import BASE, WARM_UP, Case, Device, apart, begun, run_steps, shrunk
+from tests.benchmarks.gpu import BASE, LARGE, LLAMA, WARM_UP, Case, Device, apart, begun, run_steps, shrunk
 from trainer.base.disk import replace_text
 
-VARIANTS = ("keyed dropout", "torch's dropout", "no dropout")
+GRAPHS = "keyed dropout, CUDA graphs"
+CASES = {
+    "BERT-large, CUDA graphs": Case("BERT-large", LARGE, 384, 32, GRAPHS),
+    "Llama 1B, CUDA graphs": Case("Llama 1B", LLAMA, 2048, 2, GRAPHS),
+    "BERT-base, CUDA graphs": Case("BERT-base", BASE, 128, 32, GRAPHS),
+    **{
+        f"BERT-base, {variant}": Case("BERT-base", BASE, 128, 32, variant)
+        for variant in ("keyed dropout", "torch's dropout", "no dropout")
+    },
+}
 PROFILED = 4
 """The steps that the profiler records."""
 SHOWN = 25
@@ -75,6 +84,7 @@ def profiled(case: Case) -> dict[str, Any]:
         "step_seconds": step_seconds,
         "host_seconds": issued / len(timed),
         "busy_seconds": sum(seconds for *_, seconds in rows),
+        "operations_a_step": sum(calls for _, calls, _ in rows),
         "waits": dict(waits),
         "operations": [dict(zip(("name", "calls", "seconds"), row, strict=True)) for row in rows[:SHOWN]],
     }
@@ -84,15 +94,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, default=Path("profile.json"), help="the file of the results")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to check this script; works without a GPU")
+    parser.add_argument("--cases", choices=CASES, nargs="+", default=list(CASES), help="the trainings to record")
     options = parser.parse_args(arguments)
     results = {}
-    for variant in VARIANTS:
-        case = Case("BERT-base", BASE, 128, 32, variant)
-        results[variant] = apart(partial(profiled, shrunk(case) if options.tiny else case))
-        shown = {key: value for key, value in results[variant].items() if key != "operations"}
-        print(f"{variant}: {json.dumps(shown)}", flush=True)
+    for name in options.cases:
+        case = CASES[name]
+        results[name] = apart(partial(profiled, shrunk(case) if options.tiny else case))
+        shown = {key: value for key, value in results[name].items() if key != "operations"}
+        print(f"{name}: {json.dumps(shown)}", flush=True)
         replace_text(options.json, json.dumps(results, indent=2) + "\n")
-    return int(any("error" in found or found["waits"] for found in results.values()))
+    return int(any("error" in found or found.get("waits") for found in results.values()))
 
 
 if __name__ == "__main__":

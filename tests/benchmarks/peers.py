@@ -141,6 +141,26 @@ class _PyTorch:
         return clip_grad_norm_(self.model.parameters(), self._most_norm)
 
 
+class _Compiled(_PyTorch):
+    """The loop with a compiled model, one graph for each of its passes."""
+
+    mode: str | None = None
+
+    def __init__(self, training: PeerTraining) -> None:
+        super().__init__(training)
+        self.model = torch.compile(self.model, mode=self.mode)
+
+
+class _Captured(_Compiled):
+    """The loop with a compiled model that a GPU runs as CUDA graphs; a step has one microbatch."""
+
+    mode = "reduce-overhead"
+
+    def passes(self, is_last: bool) -> AbstractContextManager[Any]:
+        torch.compiler.cudagraph_mark_step_begin()
+        return super().passes(is_last)
+
+
 class _Accelerate(_PyTorch):
     """The loop that accelerate's documentation shows, and DistributedDataParallel."""
 
@@ -324,6 +344,8 @@ class FlatBatches:
 
 PEERS: Mapping[str, Callable[[PeerTraining, Iterable[RankBatch], OnStep | None], None]] = {
     "pytorch": partial(_train_in_loop, _PyTorch),
+    "compiled": partial(_train_in_loop, _Compiled),
+    "captured": partial(_train_in_loop, _Captured),
     "transformers": _train_in_trainer,
     "accelerate": partial(_train_in_loop, _Accelerate),
     "accelerate_fsdp2": partial(_train_in_loop, _AccelerateFSDP2),

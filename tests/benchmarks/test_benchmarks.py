@@ -16,8 +16,11 @@ import pytest
 import torch
 
 from docs.generate import gpu_figures, throughput, throughput_by_default
-from tests.benchmarks import first_gpu, memory
+from tests.benchmarks import budget, first_gpu, memory
 from tests.benchmarks.first_gpu import SAME_LOSSES, Part, Runner, checks
+from tests.benchmarks.gpu import BASE, TOOLS, Case, read_plans, shrunk
+from tests.benchmarks.gpu import cases as gpu_cases
+from tests.benchmarks.gpu import run as run_trainings
 from tests.benchmarks.gpu_profile import main as gpu_profile
 from tests.benchmarks.gpu_profile import waits_counted
 from tests.benchmarks.operations import STORED, Count, cases, ours, plain
@@ -109,7 +112,9 @@ def test_memory(capsys):
 @pytest.mark.slow
 def test_gpu_runs_in_small_on_a_cpu(tmp_path: Path):
     file = tmp_path / "gpu.json"
-    started = warm.start(["--tiny", "--models", "Llama 1B", "--json", file], program="tests.benchmarks.gpu:main")
+    words = ["--tiny", "--models", "Llama 1B", "--shapes", "2x2048", "--turns", "1", "--json", file]
+    words += ["--variants", "keyed dropout, CUDA graphs", "keyed dropout"]
+    started = warm.start(words, program="tests.benchmarks.gpu:main")
     assert processes.finish(started, 580).returncode == 0
     found = json.loads(file.read_text())
     graphs, name, *_ = found["training"]
@@ -122,9 +127,9 @@ def test_gpu_runs_in_small_on_a_cpu(tmp_path: Path):
     assert found["updates"]["adamw"]["elements"] == found["updates"]["adamw_8bit"]["elements"] == 12 * 64**2
     shown_name = name.removesuffix(", bf16, ddp, keyed dropout")
     (shown,) = [line for line in gpu_figures([found]).splitlines() if line.startswith(f"| {shown_name} |")]
-    ratios = [row["rows_per_second"] / found[peer][name]["rows_per_second"] for peer in ("plain", "transformers")]
+    ratios = [row["rows_per_second"] / found[peer][name]["rows_per_second"] for peer in TOOLS]
     assert shown.startswith(f"| {shown_name} | {row['rows_per_second']:,.0f} | - | - | "), shown
-    assert shown.endswith(f" | {ratios[0]:.2f} | {ratios[1]:.2f} |"), shown
+    assert shown.endswith("".join(f" | {ratio:.2f}" for ratio in ratios) + " |"), shown
 
 
 def test_a_profile_names_the_lines_that_wait_for_a_gpu(monkeypatch: pytest.MonkeyPatch):
@@ -185,7 +190,7 @@ STOPPING = f"import os, time; print('begun', flush=True); os.kill(os.getppid(), 
 def test_a_signal_ends_the_first_minutes_on_a_gpu_and_loses_no_result(tmp_path: Path, monkeypatch, capsys):
     parts = [Part("first", ("-c", "pass")), Part("stopped", ("-c", STOPPING)), Part("last", ("-c", "pass"))]
     monkeypatch.setattr(first_gpu, "checks", lambda: [])
-    monkeypatch.setattr(first_gpu, "measurements", lambda is_long: parts)
+    monkeypatch.setattr(first_gpu, "measurements", lambda *_: parts)
     monkeypatch.setattr(first_gpu, "has_gpu", lambda: True)
     arguments = ["--out", str(tmp_path / "out"), "--only", *(part.name for part in parts)]
     assert first_gpu.main(arguments) == 0
@@ -220,6 +225,56 @@ def test_the_parts_of_the_first_minutes_name_files_that_exist():
     files = {argument for part in checks() for argument in part.arguments if argument.startswith("tests/gpu/")}
     assert files == {f"tests/gpu/{file.name}" for file in (processes.ROOT / "tests" / "gpu").glob("test_*.py")}
     assert {name for pair in SAME_LOSSES for name in pair[:2]} <= named | {"run_resumed"}
+
+
+def test_the_measurements_fit_into_nine_minutes_in_the_order_of_their_value():
+    parts = first_gpu.measurements(is_long=False)
+    order = ["ceilings", "profile", "loops", "ours", "attention", "heads", "graphs", "updates"]
+    assert [part.name for part in parts] == order
+    assert sum(part.limit_seconds for part in parts) <= 9 * 60 - 2 * first_gpu.LEAST_SECONDS
+    names = {case.name for case in gpu_cases()}
+    trainings = [one.place[1] for one in budget.budget() if one.file in ("loops", "ours")]
+    assert set(trainings) <= names
+    assert {one.file for one in budget.budget()} <= set(order)
+
+
+def test_a_budget_names_the_wrong_assumption(tmp_path: Path):
+    name = budget.case_name(budget.BERT_LARGE, budget.BOTH)
+    (tmp_path / "ours.json").write_text(json.dumps({"training": {name: {"step_seconds": 0.0751}}}))
+    (tmp_path / "ceilings.json").write_text(json.dumps({"ceilings": {"copy": {"bytes_per_second": 4.2e12}}}))
+    (tmp_path / "updates.json").write_text("{")
+    shown = list(budget.lines(tmp_path))
+    assert "copies: expected 4.11 TB/s, measured 4.2, 1.02 times" in shown
+    (line,) = [line for line in shown if "compiled and captured: expected 60 ms" in line]
+    assert "measured 75.1, 1.25 times; wrong assumption: compiled layers move 3.18 GB" in line
+    assert "AdamW: expected 0.007299 ns a parameter, not measured" in shown
+
+
+@pytest.mark.slow
+def test_a_refused_combination_is_named_and_the_others_run(tmp_path: Path):
+    """The recipe of one training is refused; its reason is in the results, and the next one is trained."""
+    refused, trained = (
+        Case("BERT-base", BASE, 16, 4, variant) for variant in ("keyed dropout, CUDA graphs", "no dropout")
+    )
+    cases = {case.name: shrunk(case) for case in (refused, trained)}
+    run_trainings(cases, True, time.monotonic() + 200, tmp_path / "ours.json", None, ["ours"], 1)
+    found = json.loads((tmp_path / "ours.json").read_text())["training"]
+    assert "CUDA" in found[refused.name]["error"] or "GPU" in found[refused.name]["error"]
+    assert found[trained.name]["step_seconds"] > 0
+
+
+def test_plans_of_another_device_have_no_times(tmp_path: Path):
+    file = tmp_path / "plans.json"
+    file.write_text(json.dumps({"device": "NVIDIA H200", "plans": {"one": {"flops": 1, "step_seconds": 2.0}}}))
+    assert read_plans(file, "NVIDIA H200") == {"one": {"flops": 1, "step_seconds": 2.0}}
+    assert read_plans(file, "NVIDIA A100-SXM4-80GB") == {"one": {"flops": 1}}
+
+
+def test_all_parts_that_train_are_merged_for_a_page(tmp_path: Path):
+    for name, rows in {"loops": {"compiled": {"a": 1}}, "ours": {"device": "H200", "training": {"a": 2}}}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(rows))
+    (tmp_path / "heads.json").write_text("")
+    assert first_gpu.merged(tmp_path) == {"compiled": {"a": 1}, "device": "H200", "training": {"a": 2}}
 
 
 @pytest.mark.nightly
@@ -259,6 +314,20 @@ def test_stored_utilisation_counts_the_products_of_the_model(file: Path):
             continue
         assert row["mfu"] * row["step_seconds"] * 989.5e12 == pytest.approx(3 * 2 * forward), name
         assert row["mfu"] < row["hfu"] < 1.2 * row["mfu"], name
+
+
+def test_a_page_shows_other_loops_on_the_same_batches_with_their_memory():
+    row = {"rows": 1, "rows_per_second": 3.0, "step_seconds": 0.1, "launches": 2, "peak_bytes": 2**30}
+    peer = {"rows_per_second": 2.0, "peak_bytes": 3 * 2**30}
+    names = ("keyed dropout", "keyed dropout, CUDA graphs", "compiled, CUDA graphs", "no dropout, compiled")
+    training = {f"A, bf16, ddp, {name}": row for name in names}
+    peers = {"captured": {"A, bf16, ddp, keyed dropout": peer}, "compiled": {"A, bf16, ddp, no dropout": peer}}
+    shown = gpu_figures([{"device": "H100", "torch": "2.11", "training": training, **peers}]).splitlines()
+    heads = [head.strip() for head in shown[2].split("|")[-3:-1]]
+    assert heads == ["of a compiled loop", "of a compiled, captured loop"]
+    cells = [[cell.strip() for cell in line.split("|")[-3:-1]] for line in shown[4:]]
+    ratio = "1.50 (3.00 GiB)"
+    assert cells == [["-", ratio], ["-", ratio], ["-", ratio], [ratio, "-"]]
 
 
 def test_settings_with_equal_trainings_share_a_table():
