@@ -29,7 +29,7 @@ class Usage(NamedTuple):
     shared_bytes: int  # of a block
 
 
-class _AbsentGpu:
+class AbsentGpu:
     """The part of Triton's driver that compiling asks for."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
@@ -70,7 +70,7 @@ def compiled_for(capability: tuple[int, int]) -> Iterator[list[Usage]]:
         found.append(_usage(kernel.fn.__name__, compiled))
 
     with (
-        mock.patch.object(driver, "_active", _AbsentGpu(capability)),
+        mock.patch.object(driver, "_active", AbsentGpu(capability)),
         mock.patch.object(JITFunction, "run", compile_only),
         mock.patch.object(kernel_support, "capability", return_value=capability),
     ):
@@ -88,7 +88,7 @@ def specialised_for(capability: tuple[int, int]) -> Iterator[dict[str, set[str]]
         found.setdefault(kernel.fn.__name__, set()).add(str(specialisation))
 
     with (
-        mock.patch.object(driver, "_active", _AbsentGpu(capability)),
+        mock.patch.object(driver, "_active", AbsentGpu(capability)),
         mock.patch.object(JITFunction, "run", bind_only),
         mock.patch.object(kernel_support, "capability", return_value=capability),
     ):

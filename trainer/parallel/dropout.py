@@ -28,6 +28,7 @@ from trainer.parallel.random import (
     MAX_INDEX_DIMS,
     element_keys,
     keep_mask,
+    pointwise_mask,
     quantised,
     row_keys,
     stream_key,
@@ -289,7 +290,7 @@ def _scaled(x: Tensor, mask: Tensor, probability: float) -> Tensor:
 
 def _draw(
     row_keys: Tensor, token_rows: Tensor | None, token_positions: Tensor | None, shape: Sequence[int],
-    offsets: Sequence[int], probability: float,
+    offsets: Sequence[int], probability: float, draw: Callable[..., Tensor] = keep_mask,
 ) -> Tensor:  # fmt: skip
     """Return the mask of kept elements; the arguments are those of `_Streams`."""
     if token_rows is None or token_positions is None:
@@ -299,16 +300,20 @@ def _draw(
         keys = token_keys(row_keys, token_rows[part], token_positions[part])
         # Context ranks pad the joined sequence at its end, and use no mask there.
         keys = F.pad(keys, [0, shape[1] - len(keys)]).unsqueeze(0)
-    return keep_mask(keys, shape[-1], probability, offsets[-1])
+    return draw(keys, shape[-1], probability, offsets[-1])
 
 
-# Inductor would write C++ with products of signed numbers. They overflow, so the C++ compiler may change the words
-# (pytorch/pytorch#175966). It does not look into an operation.
+# A compiler does not look into an operation.
 _draw_apart = operation(
     "trainer::keep_mask",
     "(Tensor row_keys, Tensor? token_rows, Tensor? token_positions, SymInt[] shape, SymInt[] offsets,"
     " float probability) -> Tensor",
 )(_draw)
+OVERFLOWS_ARE_UNDEFINED = {"cpu"}
+"""Devices with code in C++, in which Inductor multiplies signed numbers, so a compiler may change the words.
+
+Inductor has no option for g++'s `-fwrapv` (pytorch/pytorch#175966).
+"""
 
 
 @torch.library.register_fake("trainer::keep_mask")  # type: ignore[untyped-decorator]
@@ -327,10 +332,14 @@ class _Streams(NamedTuple):
     tokens: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
 
     def mask(self, probability: float) -> Tensor:
-        draw = _draw_apart if torch.compiler.is_compiling() else _draw
         rows, positions = self.tokens
-        mask: Tensor = draw(self.row_keys, rows, positions, self.shape, self.offsets, probability)
-        return mask
+        arguments = self.row_keys, rows, positions, self.shape, self.offsets, probability
+        if not torch.compiler.is_compiling():
+            return _draw(*arguments)
+        if self.row_keys.device.type in OVERFLOWS_ARE_UNDEFINED:
+            mask: Tensor = _draw_apart(*arguments)
+            return mask
+        return _draw(*arguments, pointwise_mask)
 
 
 @dataclass(frozen=True)
@@ -362,7 +371,9 @@ class DropoutSite:
         and this is the site's next call.
         """
         streams = self._streams(x.shape, keys)
-        if missing("dropout", x.device) is not None or not KERNELS["dropout"].takes(x, residual):
+        # A compiler fuses the mask with the operations around it, but not a kernel.
+        is_plain = torch.compiler.is_compiling() or missing("dropout", x.device) is not None
+        if is_plain or not KERNELS["dropout"].takes(x, residual):
             dropped = _scaled(x, streams.mask(probability).view(x.shape), probability)
             return dropped if residual is None else dropped + residual
         result: Tensor = KERNELS["dropout"].KeyedDropout.apply(

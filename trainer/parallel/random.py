@@ -124,6 +124,29 @@ def keep_mask(keys: Tensor, num_columns: int, probability: float, first_column: 
     return torch.ge(lanes, threshold, out=torch.empty(lanes.shape, dtype=torch.uint8, device=keys.device))
 
 
+def pointwise_mask(keys: Tensor, num_columns: int, probability: float, first_column: int = 0) -> Tensor:
+    """Return `keep_mask` as bool, by pointwise operations that a compiler fuses with others.
+
+    Each element computes its word. Products must wrap modulo 2**64 in the compiler's code, as in that of Triton.
+    """
+    columns = indices(first_column, num_columns, keys.device)
+    words = keys.unsqueeze(-1) + (columns >> 2) * _GAMMA
+    for shift, multiplier in ROUNDS:
+        words = words ^ ((words >> shift) & ((1 << (64 - shift)) - 1))
+        if multiplier is not None:
+            words = words * multiplier
+    # The lane of the element becomes the upper bits of the word; the bits below them do not change the comparison.
+    lanes = words << (48 - 16 * (columns & (LANES - 1)))
+    return lanes >= (dropped_levels(probability) - LANE_LEVELS // 2) * (1 << 48)
+
+
+def indices(start: int, size: int, device: torch.device) -> Tensor:
+    """Return the int64 numbers from `start` on, for products with numbers above 32 bits."""
+    numbers = torch.arange(start, start + size, device=device)
+    # Without another operation, Inductor's code for Triton multiplies numbers of 32 bits, which Triton refuses.
+    return numbers | 0 if torch.compiler.is_compiling() else numbers
+
+
 def random_lanes(keys: Tensor, num_columns: int, first_column: int = 0) -> Tensor:
     """Return 16 random bits for each element of rows, as int16 `[..., num_columns]`; see `keep_mask`."""
     first_word, last_word = first_column // LANES, (first_column + num_columns + LANES - 1) // LANES
@@ -175,7 +198,7 @@ def element_keys(keys: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> 
     for level, (size, offset) in enumerate(zip(shape, offsets, strict=True), start=1):
         # Products wrap modulo 2**64. So `index * stride` moves the counter by `index << level * 21`.
         stride = _signed(GOLDEN_GAMMA << level * INDEX_BITS)
-        keys = keys.unsqueeze(-1) + torch.arange(offset, offset + size, device=keys.device) * stride
+        keys = keys.unsqueeze(-1) + indices(offset, size, keys.device) * stride
     return keys
 
 
