@@ -18,7 +18,18 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from tests.helpers.reads import READS
 
 
-class _Recording(TorchDispatchMode):
+class Watching(TorchDispatchMode):
+    """A mode that changes no operation; compiled code runs in a recording if its first call was in this mode."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+class _Recording(Watching):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, Any, Any, list[Tensor]]] = []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
@@ -18,18 +18,43 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers.ranks import RankPools
-from tests.helpers.taped import TapeCapture
+from tests.helpers.taped import TapeCapture, Watching
 from tests.helpers.training import TINY_TASKS, Curve, tiny_recipe, tiny_training
 from tests.parity.cases import TOLERANCES, assert_same_curve
 from trainer.base.errors import UsageError
 from trainer.engine import graphs
 from trainer.engine.graphs import CudaCapture
+from trainer.models import compiled
 from trainer.parallel import gradients
 from trainer.parallel.microbatch import Microbatch
 from trainer.recipe.schema import Recipe
 
 STEPS = 6
 DROPPED = {"model": {"dropout": 0.1}, "data": {"pad_to": 8}, "training": {"micro_batch_size": 4}}
+
+
+class Backend:
+    """A compiler that counts the calls of its code."""
+
+    def __init__(self) -> None:
+        self.num_graphs = self.num_calls = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: object) -> Callable[..., object]:
+        self.num_graphs += 1
+
+        def call(*arguments: object) -> object:
+            self.num_calls += 1
+            return graph(*arguments)
+
+        return call
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
+    backend = Backend()
+    monkeypatch.setattr(compiled, "BACKEND", backend)
+    yield backend
+    torch._dynamo.reset()
 
 
 def train(
@@ -57,6 +82,13 @@ def train(
             )
             return tapes[0]
 
+        def watched(schedule: graphs.GraphedSchedule, *arguments: Any) -> None:
+            with Watching():
+                run_pass(schedule, *arguments)
+
+        run_pass = graphs.GraphedSchedule._pass
+        if recipe.compile:
+            patch.setattr(graphs.GraphedSchedule, "_pass", watched)
         patch.setattr(graphs, "CudaCapture", capture)
         # As a copy that was begun ahead: it does not know the padding.
         patch.setattr(Microbatch, "to", lambda self, device: replace(self.map(torch.clone), is_padded=None))
@@ -90,6 +122,46 @@ def test_captured_passes_equal_eager_passes_bit_for_bit(precision: str):
     assert replays > captures > 1, "several shapes, each captured once"
     assert found.losses == expected.losses
     assert found.grad_norms == expected.grad_norms
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.nightly)])
+def test_compiled_and_captured_passes_equal_eager_passes(precision: str, backend: Backend):
+    recipe = tiny_recipe(**DROPPED, precision=precision)
+    eager, *_ = train(recipe, graphed=False)
+    found = {}
+    for graphed in (False, True):
+        found[graphed], captures, replays = train(recipe.model_copy(update={"compile": True}), graphed)
+        assert backend.num_calls
+        assert_same_curve(found[graphed], eager, TOLERANCES[precision])
+    assert replays > captures > 1
+    # The graphs hold the operations of the compiled layers, with the keys of each step.
+    assert found[True].losses == found[False].losses
+    assert found[True].grad_norms == found[False].grad_norms
+
+
+def test_a_captured_shape_has_run_compiled(backend: Backend):
+    """Two passes of it run before the capture, and the first of all is uncompiled."""
+    recipe = tiny_recipe(data={"pad_to": 32}, compile=True)
+    _, captures, replays = train(recipe, True, 4)
+    assert (captures, replays) == (1, 2)
+    # The code of each of the two layers runs in the second step, and in the capture of the third one.
+    assert (backend.num_graphs, backend.num_calls) == (1, 2 * 2)
+
+
+def test_a_compilation_in_a_captured_pass_is_refused_by_name(backend: Backend, monkeypatch: pytest.MonkeyPatch):
+    recipe = tiny_recipe(data={"pad_to": 32}, training={"micro_batch_size": 4}, compile=True)
+    capture = TapeCapture.__call__
+
+    def forgetful(tape: TapeCapture, function: Callable[[], None]) -> Callable[[], object]:
+        torch._dynamo.reset_code_caches()
+        return capture(tape, function)
+
+    monkeypatch.setattr(TapeCapture, "__call__", forgetful)
+    with pytest.raises(
+        UsageError, match=r"`cuda_graphs` is true and `compile` is true, but a layer would be compiled again"
+    ):
+        train(recipe, graphed=True)
 
 
 def test_the_first_graph_of_a_step_adds_to_no_gradient():

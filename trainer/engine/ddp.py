@@ -158,7 +158,8 @@ class _Graphs:
         loss_sum = self.loss_sum if self.rounded is None else self.rounded.used_in(self.loss_sum)
         capture = CudaCapture(mesh.device) if mesh.traits.captures_graphs else EagerReplay()
         sums = CutSums(() if mesh.size("dp") == 1 else parameters, mesh.group("dp"), self.sent_in)
-        return GraphedSchedule(loss_sum, parameters, self.forward.dropout_table, capture, sums, report)
+        table, is_compiled = self.forward.dropout_table, self.forward.plan.recipe.compile
+        return GraphedSchedule(loss_sum, parameters, table, capture, sums, report, is_compiled)
 
     def replace(self, places: GradientPlaces, engine: NativeEngine, report: Callable[[str], object]) -> GraphedSchedule:
         """Let the engine run later steps by this schedule, without DDP."""

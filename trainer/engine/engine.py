@@ -111,7 +111,8 @@ class Engine(ABC):
         """Return notes for the user on the optimizer, on CUDA graphs and on compiled layers."""
         notes = self.optimizer.notes(self._mesh.device)
         if self._recipe.cuda_graphs is True:
-            notes.append("each shape of microbatches is captured as a CUDA graph when it comes again")
+            time = "for the third time" if self._recipe.compile else "again"
+            notes.append(f"each shape of microbatches is captured as a CUDA graph when it comes {time}")
         if self._recipe.compile:
             from trainer.models.compiled import compile_cache
 

@@ -2,7 +2,7 @@
 
 A microbatch of a new shape runs eagerly, which compiles its kernels. The next one of this shape is captured, and later
 ones replay the graph. A graph reads the memory that it was captured with, so each microbatch is copied into the tensors
-of its graph.
+of its graph. With compiled layers, two microbatches of each shape run before, because the very first one is uncompiled.
 
 Two graphs belong to a shape. That of the first microbatch of a step writes gradients, that of later ones adds to them.
 The first graph of all allocates the gradients in the memory of its activations; the other graphs use the same tensors.
@@ -192,6 +192,7 @@ class GraphedSchedule(Schedule):
             tensor until a call of a site is new; None with torch's dropout.
         report: gets the reason if a pass cannot be captured, which then runs eagerly; a shape is captured when it has
             come three times. None: such a pass is an error, and a shape is captured when it has come twice.
+        is_compiled: whether layers are compiled, from the second microbatch on.
     """
 
     def __init__(
@@ -202,10 +203,12 @@ class GraphedSchedule(Schedule):
         capture: Capture,
         sums: CutSums | None = None,
         report: Callable[[str], object] | None = None,
+        is_compiled: bool = False,
     ) -> None:
         self._sums: CutSums = sums or CutSums((), None)
         super().__init__(self._sums)
         self._loss_sum = loss_sum
+        self._is_compiled = is_compiled
         self._dropout_table = dropout_table
         self._capture = capture
         self._cuts = self._sums.cuts(_MOST_PARTS)
@@ -215,7 +218,9 @@ class GraphedSchedule(Schedule):
         self._report, self._value = report, "true" if report is None else '"auto"'
         self._seen: Counter[Hashable] = Counter()  # the eager passes of each shape
         self.longest = 0  # the most positions of a row
-        self._least: float = 1 if report is None else 2  # the eager passes of a shape before its capture
+        self._least: float = (
+            1 if report is None and not is_compiled else 2
+        )  # the eager passes of a shape before its capture
         self._graphs: dict[tuple[Hashable, bool], tuple[Microbatch, Callable[[], object]]] = {}
         self._trained = [parameter for parameter in parameters if parameter.requires_grad]
         self._used: list[nn.Parameter] = []  # parameters that an eager pass gave a gradient
@@ -331,11 +336,18 @@ class GraphedSchedule(Schedule):
             self._fill()
 
         try:
-            return self._capture(function)
+            # A compilation runs kernels to choose their blocks, which a graph would hold.
+            with torch.compiler.set_stance("fail_on_recompile") if self._is_compiled else nullcontext():
+                return self._capture(function)
         except RuntimeError as error:
-            why = str(error).splitlines()[0]
+            why, named = str(error).splitlines()[0], f"`cuda_graphs` is {self._value}"
+            if "fail_on_recompile" in why:
+                raise UsageError(
+                    f"{named} and `compile` is true, but a layer would be compiled again in a captured pass"
+                    f" ({str(error).splitlines()[-1].strip()}); set one of them to false"
+                ) from error
             raise UsageError(
-                f"`cuda_graphs` is {self._value}, but a pass of this model cannot be captured ({why}); set it to false"
+                f"{named}, but a pass of this model cannot be captured ({why}); set it to false"
             ) from error
 
     def _cut(self, number: int) -> None:

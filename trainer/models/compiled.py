@@ -45,6 +45,8 @@ class CompiledLayers:
         torch._dynamo.config.recompile_limit = _MOST_GRAPHS  # above it, torch raises an error
         # Else a graph holds for shapes with the same equal sizes only, such as as many positions as heads.
         torch.fx.experimental._config.use_duck_shape = False
+        # Else probabilities are tensors that the code reads, which a CUDA graph cannot hold.
+        torch._dynamo.config.specialize_float = True
         # DDP sums the gradients of each layer during the backward pass, so no graph needs to be split for it.
         torch._dynamo.config.optimize_ddp = False
         # One compiled function for all layers, so layers of one kind share their graphs.
