@@ -42,7 +42,6 @@ from trainer.engine.optimizers.parameters import TrainedParameters
 from trainer.engine.optimizers.table import build_optimizer
 from trainer.features.adamw_8bit.section import AdamW8bit
 from trainer.models.fill import build_model
-from trainer.models.place import planned_cuts
 from trainer.observe.meter import peak_flops
 from trainer.parallel.mesh import ParallelMesh, init_process_group
 from trainer.parallel.microbatch import IGNORED_LABEL, Microbatch, RankBatch
@@ -50,6 +49,7 @@ from trainer.recipe.plan import plan_run
 from trainer.recipe.schema import AdamW, OptimizerKeys, Recipe
 from trainer.recipe.strategies import STRATEGIES
 from trainer.tools.plan.hardware import device_named, parse_devices
+from trainer.tools.plan.reference import task_and_models
 from trainer.tools.plan.shape_batch import blank_batch
 from trainer.tools.plan.simulated_step import plan_step, planned_model, planned_task
 from trainer.tools.plan.timing import step_time
@@ -277,10 +277,10 @@ def begun(case: Case, device: Device) -> tuple[Any, list[RankBatch]]:
     """Return the engine of a case and its batches, of which the first `WARM_UP` only warm up."""
     recipe = case.recipe()
     plan = plan_run(recipe, 1)
-    task, mesh = planned_task(plan), ParallelMesh(device.device)
-    built = build_model(planned_model(plan), *planned_cuts(plan, mesh))
-    engine = build_engine([built], task, mesh, plan, 1000)
-    batches = random_batches(case, recipe, task, built.model.config)
+    mesh = ParallelMesh(device.device)
+    task, built = task_and_models(plan, mesh)
+    engine = build_engine(built, task, mesh, plan, 1000)
+    batches = random_batches(case, recipe, task, built[0].model.config)
     return engine, [batch.pin_memory() for batch in batches] if device.is_gpu else batches
 
 

@@ -17,14 +17,11 @@ from torch import Tensor
 
 from tests.helpers.training import RANK_STRATEGIES, weights_of
 from trainer.engine.builders import build_engine
-from trainer.models.fill import build_model
-from trainer.models.place import planned_cuts
 from trainer.parallel.mesh import ParallelMesh, init_process_group
 from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.recipe.plan import plan_run
 from trainer.recipe.schema import Recipe
-from trainer.tasks.sequence_classification import SequenceClassificationTask
-from trainer.tools.plan.simulated_step import planned_model
+from trainer.tools.plan.reference import task_and_models
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -77,10 +74,9 @@ def mesh() -> Iterator[ParallelMesh]:
 
 def train(strategy: str, precision: str, mesh: ParallelMesh) -> Measured:
     plan = plan_run(recipe_of(strategy, precision), 1)
-    task = SequenceClassificationTask(("text",), "label", ("accuracy",), class_names=("a", "b"))
     torch.cuda.reset_peak_memory_stats()
-    built = build_model(planned_model(plan), *planned_cuts(plan, mesh))
-    engine: Any = build_engine([built], task, mesh, plan, STEPS)
+    task, built = task_and_models(plan, mesh)
+    engine: Any = build_engine(built, task, mesh, plan, STEPS)
     losses, seconds = [], []
     for batch in batches():
         torch.cuda.synchronize()

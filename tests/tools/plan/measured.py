@@ -13,15 +13,14 @@ from torch.profiler import ProfilerActivity, profile
 from tests.helpers.training import tiny_recipe
 from trainer.engine.builders import build_engine
 from trainer.features.deepspeed.package import linear_restored
-from trainer.models.fill import build_model
-from trainer.models.place import planned_cuts
 from trainer.parallel.mesh import ParallelMesh
 from trainer.recipe.plan import plan_run
 from trainer.recipe.schema import Recipe
 from trainer.tools.plan.ledger import PARAMETERS, Ledger
 from trainer.tools.plan.recipe_plan import traffic_by_axis
+from trainer.tools.plan.reference import task_and_models
 from trainer.tools.plan.shape_batch import blank_batch
-from trainer.tools.plan.simulated_step import group_axes, plan_step, planned_model, planned_task
+from trainer.tools.plan.simulated_step import group_axes, plan_step
 from trainer.tools.plan.step_plan import StepPlan
 
 LENGTH = 24
@@ -79,9 +78,8 @@ def measure(keys: Mapping[str, Any]) -> Measured:
     """
     recipe = recipe_of(keys)
     plan = plan_run(recipe, dist.get_world_size() if dist.is_initialized() else 1)
-    task = planned_task(plan)
     mesh = ParallelMesh(torch.device("cpu"), **plan.layout.sizes)
-    built = [build_model(planned_model(plan), cut) for cut in planned_cuts(plan, mesh)]
+    task, built = task_and_models(plan, mesh)
     with Ledger() as ledger:
         for part in built:
             ledger.assign([*part.model.parameters(), *part.model.buffers()], PARAMETERS)

@@ -18,11 +18,12 @@ from trainer.base.heap import keep_freed_memory
 from trainer.engine.builders import build_engine
 from trainer.engine.engine import Engine
 from trainer.models.fill import build_model
-from trainer.models.place import planned_cuts
+from trainer.models.place import PlacedModel, planned_cuts
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import RankBatch
 from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.schema import Recipe
+from trainer.tasks.task import Task
 from trainer.tools.plan.shape_batch import blank_batch
 from trainer.tools.plan.simulated_step import planned_model, planned_task
 from trainer.tools.plan.timing import SHARDS, STAGES, SUMS, TENSOR
@@ -32,14 +33,19 @@ _WARM, _STEPS, _TIMED = 2, 7, 5
 _SIZES = ((128, 2, 32), (320, 2, 96))  # hidden size, layers, tokens of a text
 
 
+def task_and_models(plan: RunPlan, mesh: ParallelMesh) -> tuple[Task, list[PlacedModel]]:
+    """Return the planned task and the model of this rank, or its stages, with weights and without data."""
+    described = planned_model(plan)
+    return planned_task(plan), [build_model(described, cut) for cut in planned_cuts(plan, mesh)]
+
+
 def engine_and_batch(plan: RunPlan, length: int, steps: int) -> tuple[Engine, RankBatch]:
     """Return the engine of this rank on its CPU with random weights, and a batch without data."""
     # As in a run on CPUs, so that allocations cost the same.
     keep_freed_memory()
-    task, described = planned_task(plan), planned_model(plan)
     mesh = ParallelMesh(torch.device("cpu"), **plan.layout.sizes)
-    built = [build_model(described, cut) for cut in planned_cuts(plan, mesh)]
-    batch = blank_batch(plan.recipe, task, described.config, plan.batch, length)
+    task, built = task_and_models(plan, mesh)
+    batch = blank_batch(plan.recipe, task, built[0].model.config, plan.batch, length)
     return build_engine(built, task, mesh, plan, steps), batch
 
 
