@@ -28,6 +28,8 @@ from trainer.features.adamw_8bit import adamw_8bit_kernels as eight_bit_kernels
 from trainer.features.adamw_8bit import fused  # noqa: F401  # registers its operations
 from trainer.features.adamw_8bit.dynamic_map import MAPS
 from trainer.features.adamw_8bit.scale_blocks import BLOCK
+from trainer.features.adamw_kernel import adamw_kernels
+from trainer.features.adamw_kernel import operations as adamw_operations
 from trainer.features.kernels import (
     attention_blocks,
     attention_kernels,
@@ -128,6 +130,18 @@ def update_in_eight_bits(width: int, dtype: torch.dtype) -> None:
         )  # fmt: skip
 
 
+def update(dtype: torch.dtype, has_scalars: bool, beta: float) -> None:
+    """Update a list of tensors, with a flag of bad steps and a factor of the gradients or without."""
+    weights, words, table = [torch.empty(4096)], torch.zeros(5, dtype=torch.int64), torch.zeros(7, 1, dtype=torch.int64)
+    owners, corrections = torch.zeros(4, dtype=torch.int32), torch.empty(3, 1)
+    flag, factor = (torch.zeros(()), torch.zeros(())) if has_scalars else (None, None)
+    settings = torch.zeros(4, dtype=torch.float64)
+    adamw_operations.find_corrections(corrections, torch.zeros(1), words, owners[:1], settings, flag)
+    adamw_operations.update(
+        words, corrections, table, owners, *[weights] * 5, flag, factor, [beta, 0.999], 1e-8, dtype
+    )  # fmt: skip
+
+
 def drop(
     dtype: torch.dtype, joined: bool, has_residual: bool, first: int, rows: int = ROWS, length: int = LENGTH
 ) -> None:
@@ -153,6 +167,14 @@ def _grid() -> Iterator[tuple[str, Case]]:
     ):
         for kind in ("bf16", "fp16", "fp32"):
             yield f"dropout, {kind}, {name}", Case(partial(drop, TYPES[kind], *flags))
+    for kind, has_scalars, beta in (
+        ("bf16", True, 0.9),
+        ("fp16", True, 0.9),
+        ("bf16", False, 0.9),
+        ("bf16", True, 0.4),
+    ):
+        more = "" if has_scalars else ", no flag"
+        yield f"32-bit AdamW, {kind}, beta {beta}{more}", Case(partial(update, TYPES[kind], has_scalars, beta))
     for width, kind in product((BLOCK, 64), ("fp32", "bf16")):
         # 8 bytes by an update of whole rows of 64 on 10.0
         yield f"8-bit AdamW, {kind}, rows of {width}", Case(partial(update_in_eight_bits, width, TYPES[kind]), 8)
@@ -182,11 +204,23 @@ def _compile(name: str, capability: tuple[int, int]) -> tuple[str, list[int]]:
     return f"{'.'.join(map(str, capability))}, {name}", most
 
 
-def _version(name: str) -> str:
+_MODULES = {
+    "attention": (random_kernels, attention_blocks, attention_kernels),
+    "32-bit": (adamw_kernels,),
+    "others": (random_kernels, dropout_kernels, eight_bit_kernels),
+}
+"""The modules of the kernels of a case, by a word in its name."""
+
+
+def _kind(name: str) -> str:
+    """Return the key of a case in `_MODULES`."""
+    return next((kind for kind in _MODULES if kind in name), "others")
+
+
+def _version(kind: str) -> str:
     """Return a digest of all that changes the code of the kernels of a case."""
     digest = hashlib.sha256(triton.__version__.encode())
-    others = (dropout_kernels, eight_bit_kernels)
-    for module in (random_kernels, *((attention_blocks, attention_kernels) if "attention" in name else others)):
+    for module in _MODULES[kind]:
         digest.update(Path(str(module.__file__)).read_bytes())
     return digest.hexdigest()[:16]
 
@@ -198,13 +232,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--names", default="", help="only cases with this text in their names")
     parser.add_argument("--store", action="store_true", help=f"write the figures into docs/{STORED.name}")
     options = parser.parse_args(arguments)
-    end, versions = time.monotonic() + options.minutes * 60, {kind: _version(kind) for kind in ("attention", "others")}
+    end, versions = time.monotonic() + options.minutes * 60, {kind: _version(kind) for kind in _MODULES}
     found: dict[str, dict[str, Any]] = {"versions": versions, "most": {}}
     if STORED.exists():
         stored = json.loads(STORED.read_text(encoding="utf-8"))
         for name, most in stored["most"].items():
-            kind = "attention" if "attention" in name else "others"
-            if stored["versions"][kind] == versions[kind]:
+            kind = _kind(name)
+            if stored["versions"].get(kind) == versions[kind]:
                 found["most"][name] = most
     left = [
         (name, capability)

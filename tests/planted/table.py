@@ -988,6 +988,22 @@ _ENGINE = [
         ("features/adamw_8bit/test_eight_bits.py::TestTheKernels",),
     ),
     Defect(
+        "kernel_of_adamw_steps_in_a_bad_step",
+        "The kernel of AdamW ignores the flag of a bad step.",
+        "features/adamw_kernel/adamw_kernels.py",
+        "if flag is not None and tl.load(flag) != 0:",
+        "if flag is not None and tl.load(flag) != 0 and eps < 0:",
+        ("features/adamw_kernel/test_adamw_kernel.py::test_in_tritons_interpreter",),
+    ),
+    Defect(
+        "changed_weights_keep_their_copies",
+        "A weight that a checkpoint or an average changed is read by its old copy in 16 bits.",
+        "parallel/weight_copies.py",
+        "self.tensor is not None and self.version == weight._version",
+        "self.tensor is not None and self.version is not None",
+        ("features/adamw_kernel/test_adamw_kernel.py::test_in_tritons_interpreter",),
+    ),
+    Defect(
         "moments_fused_on_a_gpu",
         "The compiler may fuse products and sums of 8-bit moments, so a GPU has other codes than a CPU.",
         "features/adamw_8bit/fused.py",

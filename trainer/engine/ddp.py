@@ -164,11 +164,20 @@ class _Graphs:
     def replace(self, places: GradientPlaces, engine: NativeEngine, report: Callable[[str], object]) -> GraphedSchedule:
         """Let the engine run later steps by this schedule, without DDP."""
         places.forget()
-        self.forward.call_model()
+        self.forward.call_model(_around_graphs(self.rounded))
         schedule = self.schedule(report)
         engine.use(schedule)
         gc.collect()  # the hooks of DDP leave the gradients with it
         return schedule
+
+
+def _around_graphs(rounded: RoundedWeights | None) -> RoundedWeights | None:
+    """Return the rounded weights for a step of graphs, which round them inside, or read current copies."""
+    if rounded is None:
+        return None
+    from trainer.engine.rounded_weights import CurrentCopies
+
+    return CurrentCopies(rounded)
 
 
 def build_ddp(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan, total_steps: int) -> NativeEngine:
@@ -205,8 +214,8 @@ def build_ddp(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan,
         if any(p.requires_grad and name not in left_out for name, p in named.items()):
             call = wrapped = wrap_ddp(model, mesh, sent_in, left_out, places)
             no_sync = wrapped.no_sync
-    # Graphs round the weights themselves.
-    forward = ModelForward(built, task, mesh, plan, call, rounded=None if is_captured else rounded)
+    around = _around_graphs(rounded) if is_captured else rounded
+    forward = ModelForward(built, task, mesh, plan, call, rounded=around)
     # Which weights have one use is known from the first graph only; see `RoundedWeights.learn`.
     loss_sum: Callable[[Microbatch], Tensor] = forward.loss_sum
     if rounded is not None:

@@ -172,9 +172,9 @@ class ModelForward:
         # The first pass runs every dropout of the model, so the watch need not take time in later ones.
         self._watch: AbstractContextManager[object] = RefuseUnkeyedDropout() if built.dropout_keys else nullcontext()
 
-    def call_model(self) -> None:
-        """Call the model itself in later passes; their caller rounds the weights."""
-        self._call, self._rounded = self._model, None
+    def call_model(self, rounded: RoundedWeights | None) -> None:
+        """Call the model itself in later passes, inside of another context of rounded weights."""
+        self._call, self._rounded = self._model, rounded
 
     def read_again(self, name: str, dtype: torch.dtype) -> Tensor | None:
         """Return this rank's part of a parameter from its origin; None if the origin has it in the type `dtype`.

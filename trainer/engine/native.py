@@ -160,11 +160,12 @@ class NativeEngine(Engine):
         if self._scaler:
             # One multiplication unscales and clips.
             factor = factor / self._scaler.scale
-        if isinstance(factor, Tensor):
-            multiply_gradients_(self.parameters.values(), factor)
+        scale = factor if isinstance(factor, Tensor) else None
+        if scale is not None and not self.optimizer.scales_gradients:
+            multiply_gradients_(self.parameters.values(), scale)
         # Parameters that are offloaded are on the host, which waits for this copy as it does for their gradients.
         device = local_part(next(iter(self.parameters.values()))).device
-        self.optimizer.begin(rate, self._step, found_inf=flag.to(device))
+        self.optimizer.begin(rate, self._step, flag.to(device), scale)
         self.optimizer.step()
 
     def use(self, schedule: Schedule) -> None:

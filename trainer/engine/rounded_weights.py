@@ -7,8 +7,8 @@ operation for each of them. A feature may cast them together, with the same numb
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import repeat
 from typing import Any, Protocol
 
@@ -27,11 +27,26 @@ class RoundedWeights(Protocol):
     def use(self) -> AbstractContextManager[None]:
         """Let the modules compute with rounded weights inside of this context."""
 
+    def refresh(self) -> None:
+        """Round the weights again that changed since an optimizer wrote their copies."""
+
     def used_in(self, function: Callable[[Microbatch], Tensor]) -> Callable[[Microbatch], Tensor]:
         """Return a function that runs inside of `use`."""
 
     def learn(self, loss: Tensor) -> None:
         """Learn, inside of `use`, which weights the graph of a loss uses once."""
+
+
+class CurrentCopies:
+    """Rounded weights around graphs: a graph cannot look whether a copy that an optimizer writes is current."""
+
+    def __init__(self, rounded: RoundedWeights) -> None:
+        self.learn, self.refresh, self.used_in = rounded.learn, rounded.refresh, rounded.used_in
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        self.refresh()
+        yield
 
 
 class Casts(Protocol):

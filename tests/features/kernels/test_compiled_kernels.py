@@ -76,6 +76,7 @@ def test_the_kernels_of_most_trainings(capability):
     names = ["attention, bf16, heads of 64, padding, short rows"]
     if capability == (9, 0):
         names += ["keys of rows", "dropout, bf16, a residual", f"8-bit AdamW, fp32, rows of {BLOCK}"]
+        names += ["32-bit AdamW, bf16, beta 0.9"]
         names += ["attention, bf16, heads of 64, padding", "attention, bf16, heads of 128, flat rows, causal"]
     assert [problem for name in names for problem in problems(name, capability)] == []
 

@@ -28,6 +28,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         state_dtypes: the types of state that is not at least fp32, by key.
         found_inf: torch's flag of a bad step, which changes nothing: a scalar on the device, 1.0 in a bad step. The
             host need not wait for it, and torch's fused kernels read it themselves. None: the step is good.
+        scales_gradients: whether `step` multiplies the gradients by `factor`; else the engine does it before.
+        factor: the factor of the gradients in the step, a scalar on the device; None: 1.
         num_steps: the number of steps before the current one.
         rate: the learning rate of the step, of parameters without one of their own.
     """
@@ -36,6 +38,8 @@ class EngineOptimizer(torch.optim.Optimizer):
     whole_keys: frozenset[str] = frozenset()
     state_dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
     found_inf: Tensor | None = None
+    scales_gradients = False
+    factor: Tensor | None = None
     num_steps = 0
     rate = 0.0
 
@@ -53,13 +57,13 @@ class EngineOptimizer(torch.optim.Optimizer):
         """Return notes for the start of a run on a device."""
         return []
 
-    def begin(self, rate: float, num_steps: int, found_inf: Tensor | None = None) -> None:
-        """Set the learning rate and the flag of the step after `num_steps` steps, before `step`."""
+    def begin(self, rate: float, num_steps: int, found_inf: Tensor | None = None, factor: Tensor | None = None) -> None:
+        """Set the learning rate, the flag and the factor of the step after `num_steps` steps, before `step`."""
         for group in self.param_groups:
             # A group with a rule of its own keeps its ratio to the schedule.
             group["lr"] = rate * group[RATE]
         self.num_steps, self.rate = num_steps, rate
-        self.found_inf = found_inf
+        self.found_inf, self.factor = found_inf, factor
 
     def divide(self, key: str, has_key: Callable[[nn.Parameter], bool]) -> None:
         """Divide each group into the parameters with `key` and the others, for an engine that flattens groups."""
@@ -164,6 +168,7 @@ class OptimizerUpdate(EngineOptimizer):
     """
 
     recipe: Recipe
+    reads_gradients = True  # whether `step` reads gradients, which the engine must then have clipped
     weights_dtype = torch.float32  # of trained weights of matrix products
 
     @classmethod

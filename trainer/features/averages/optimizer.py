@@ -25,6 +25,7 @@ class Averages(OptimizerUpdate):
     The first good step sets the average. Evaluations, checkpoints and exports have averages. A bad step changes none.
     """
 
+    reads_gradients = False
     _is_shown = False
     _num_averaged = 0
 

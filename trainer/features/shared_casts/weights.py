@@ -18,6 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from trainer.engine.products import products
 from trainer.engine.rounded_weights import in_fp32, nowhere, used_once
 from trainer.parallel.microbatch import Microbatch
+from trainer.parallel.weight_copies import kept_copy
 
 _User = tuple[int, dict[str, Any], str]
 """The place of a copy, the attributes of a module that has its parameter, and the parameter's name there."""
@@ -27,7 +28,8 @@ class StepWeights:
     """Copies of weights, with which their modules compute inside of the context `use`.
 
     The gradients of the copies are added to those of the weights in fp32. The copies of trained weights live in the
-    context only; those of frozen ones stay until the weights change. A trained weight in 16 bits is its own copy.
+    context only, unless an optimizer writes them; those of frozen ones stay until the weights change. A trained weight
+    in 16 bits is its own copy.
 
     Args:
         models: the models, on their device. Embeddings and norms keep their weights, also if a product shares them.
@@ -94,10 +96,30 @@ class StepWeights:
 
         return run
 
+    @torch.no_grad()
+    def refresh(self) -> None:
+        changed = [
+            (weight, kept)
+            for weight in self._trained
+            if (kept := kept_copy(weight)) is not None and not kept.is_current(weight)
+        ]
+        # At the same addresses as before, because graphs read them.
+        memory = [self._copy(weight) if kept.tensor is None else kept.tensor for weight, kept in changed]
+        if changed:
+            torch._foreach_copy_(memory, [weight for weight, _ in changed])
+        for (weight, kept), copy in zip(changed, memory, strict=True):
+            kept.tensor, kept.version = copy, weight._version
+
     def _recorded(self) -> Iterator[Tensor]:
-        copies = iter(self._copies(self._trained))
+        self.refresh()
+        kept = {weight: one.tensor for weight in self._trained if (one := kept_copy(weight)) is not None}
+        copies = iter(self._copies([weight for weight in self._trained if weight not in kept]))
         for group in self._groups:
-            rounded = [next(copies) for _ in group]
+            # A view, because autograd writes its node into a copy.
+            rounded = [
+                next(copies) if (copy := kept.get(weight)) is None else self._typed(copy.detach(), weight)
+                for weight in group
+            ]
             # One node for each group: its gradients return to fp32 as soon as the last of them is computed.
             yield from _Rounded.apply(rounded, self._place_of, *group)  # type: ignore[no-untyped-call]
 
@@ -122,12 +144,15 @@ class StepWeights:
     def _copy(self, weight: Tensor) -> Tensor:
         """Return memory for the copy of a weight in fp32, or a view of one in 16 bits."""
         is_exact = weight.dtype == torch.float32
-        if is_exact and self._dtype != torch.float16:
-            return torch.empty_like(weight, dtype=self._dtype)
-        copy = torch.empty_like(weight, dtype=self._dtype) if is_exact else weight.detach()
-        # Autograd casts the gradient of each use to this type, before it adds them; None: it does not. Products in fp16
-        # have gradients of weights in fp32.
-        copy.grad_dtype = None if weight in self._used_once and not is_exact else torch.float32
+        return self._typed(torch.empty_like(weight, dtype=self._dtype) if is_exact else weight.detach(), weight)
+
+    def _typed(self, copy: Tensor, weight: Tensor) -> Tensor:
+        """Set the type of the gradients of a copy."""
+        is_exact = weight.dtype == torch.float32
+        if not is_exact or self._dtype == torch.float16:
+            # Autograd casts the gradient of each use to this type, before it adds them; None: it does not. Products in
+            # fp16 have gradients of weights in fp32.
+            copy.grad_dtype = None if weight in self._used_once and not is_exact else torch.float32
         return copy
 
 

@@ -104,7 +104,7 @@ def _bytes_moved(packet: Any, inputs: list[Tensor], outputs: list[Tensor]) -> in
     moved = sum(tensor.numel() * tensor.element_size() for tensor in (*read, *outputs))
     name = packet.__name__
     # An operation on all parameters writes into its inputs; `_foreach_copy_` reads one list and writes the other.
-    if outputs or not name.startswith(_OF_ALL_PARAMETERS) or name == "_foreach_copy_":
+    if outputs or packet in MOVED or not name.startswith(_OF_ALL_PARAMETERS) or name == "_foreach_copy_":
         return moved
     # Fused Adam reads four lists, weights, gradients and two moments, and writes three of them.
     return moved * 7 // 4 if "_fused" in name else moved * 2  # all but the gradients is written too
