@@ -16,6 +16,7 @@ from trainer.base.internals import Internals
 from trainer.engine import ddp, fsdp_internals
 from trainer.features.deepspeed import internals as deepspeed_internals
 from trainer.features.deepspeed.package import import_deepspeed
+from trainer.features.numa import binding
 from trainer.parallel.pipeline import torch_stage
 from trainer.tools.plan import simulated_deepspeed, simulated_offload
 
@@ -69,6 +70,7 @@ TABLES = {
     fsdp_internals: [fsdp_internals.INTERNALS],
     torch_stage: [torch_stage.INTERNALS, torch_stage.VOTES],
     deepspeed_internals: [deepspeed_internals.INTERNALS],
+    binding: [binding.INTERNALS],
 }
 
 PACKAGE = Path(trainer.__file__).parent
@@ -111,6 +113,7 @@ def members_of(*names: str) -> Internals:
         pytest.param(fsdp_internals.INTERNALS, id="fsdp"),
         pytest.param(torch_stage.INTERNALS, id="stages"),
         pytest.param(torch_stage.VOTES, id="votes"),
+        pytest.param(binding.INTERNALS, id="numa"),
         pytest.param(TORCH, id="others"),
         pytest.param(TRANSFORMERS, id="transformers"),
     ],

@@ -66,6 +66,7 @@ Kind = Literal[
     # The run
     "run",  # a context manager around a run, which yields a `RunTool` (`training/run_tool.py`), for `around`
     "launch",  # a context manager around the start of local ranks, for `around`
+    "rank",  # a context manager around the job of a local rank, in its process, for `around`
     "launcher",  # a `LauncherFeature` (`ranks/environment.py`), with the prefix of its variables
     "elastic",  # an `ElasticLaunch` (`recipe/elastic_launch.py`), by its key
     "tier",  # a `TierFeature` (`checkpoint/registered.py`), by its key
@@ -172,7 +173,7 @@ def rows_of(kind: Kind, row_type: type[Row]) -> dict[str, Row]:
 
 
 @contextmanager
-def around(kind: Literal["run", "launch"], *arguments: Any) -> Iterator[list[Any]]:
+def around(kind: Literal["run", "launch", "rank"], *arguments: Any) -> Iterator[list[Any]]:
     """Enter the context managers of a kind, each built from `arguments`; yield their values."""
     with ExitStack() as stack:
         yield [stack.enter_context(resolved(row.value)(*arguments)) for row in registered(kind)]

@@ -278,7 +278,9 @@ def _run_rank(work: _Work, environment: LaunchEnvironment) -> int:
     try:
         extensions.load()  # a spawned rank has not loaded the recipe itself
         extensions.repeat(work.registered)
-        return join(work.resolved, environment, work.job)
+        set_threads(environment)
+        with extensions.around("rank", work.resolved, environment):
+            return work.job(work.resolved, environment)
     except TrainerError as caught:
         error = caught
     except Exception:

@@ -1,0 +1,1 @@
+"""NUMA binding: local ranks run on the cores beside their GPU."""
