@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -13,15 +14,18 @@ from torch.autograd import gradcheck
 
 from tests.helpers.collectives import counted_collectives
 from tests.helpers.ranks import RankPools
+from trainer.models.checkpointing import checkpoint_layers
 from trainer.parallel.communication import (
     copy_to_group,
     gather_sequence,
     join_sequence,
     reduce_from_group,
+    reduce_in_place,
     scatter_sum_sequence,
     split_sequence,
 )
 from trainer.parallel.shards.slices import bounds_of_part
+from trainer.tools.plan.ledger import Ledger
 
 
 def own_work(x: Tensor) -> Tensor:
@@ -135,6 +139,7 @@ def forward_and_backward(length: int, dim: int) -> None:
     # input, output; the gradient of the output, and that of the input
     check_one(lambda x: copy_to_group(x, group), (whole, whole), (whole, summed))
     check_one(lambda x: reduce_from_group(x, group), (whole, summed), (whole, whole))
+    check_one(lambda x: reduce_in_place(x * 1.0, group), (whole, summed), (whole, whole))
     check_one(lambda x: gather_sequence(x, group, dim, length), (part, joined), (whole, part_of_sum))
     check_one(lambda x: scatter_sum_sequence(x, group, dim), (whole, part_of_sum), (part, joined))
     check_one(lambda x: split_sequence(x, group, dim), (whole, part), (part, joined))
@@ -210,6 +215,64 @@ def test_the_collectives_of_a_pass(ranks: RankPools):
     assert ranks(2).run(communications, tensor_pair)[0] == ({"all_reduce": 1}, {"all_reduce": 1})
     gathers_scatters = {"all_gather": 2, "reduce_scatter": 1}
     assert ranks(2).run(communications, sequence_pair)[0] == (gathers_scatters, gathers_scatters)
+
+
+def copies(batch: int, length: int) -> tuple[Counter[str], Counter[str]]:
+    """Our operations that copy in a gather and in a scattered sum, forward and backward each."""
+    group = dist.group.WORLD
+    own = len(range(*bounds_of_part(length, dist.get_rank(), dist.get_world_size())))
+    found = []
+    for function, positions in (
+        (lambda x: gather_sequence(x, group, 1, length), own),
+        (lambda x: scatter_sum_sequence(x, group, 1), length),
+    ):
+        x = torch.ones(batch, positions, 2, requires_grad=True)
+        slope = torch.ones_like(function(x))
+        with Ledger() as ledger:
+            torch.autograd.grad(function(x), x, slope)
+        names = Counter({kind.name: amount.number for kind, amount in ledger.totals.work.items()})
+        found.append(Counter({name: names[name] for name in ("cat", "clone") if names[name]}))
+    return found[0], found[1]
+
+
+def test_parts_of_a_single_row_are_not_copied_and_others_once(ranks: RankPools):
+    for gather, scatter in ranks(2).run(copies, 1, 6):
+        assert gather == scatter == {}
+    for gather, scatter in ranks(2).run(copies, 3, 6):
+        assert gather == scatter == {"cat": 1, "clone": 1}
+    for gather, _ in ranks(2).run(copies, 1, 5):  # the padding of the last rank
+        assert gather["cat"] == gather["clone"] == 0
+
+
+def test_many_parts_take_no_more_copies(ranks: RankPools):
+    for gather, scatter in ranks(4).run(copies, 3, 8):
+        assert gather == scatter == {"cat": 1, "clone": 1}
+
+
+class SummedProduct(torch.nn.Module):
+    """A product that ranks sum in place, and a function that needs the sum in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((3, 2), 0.1 * (dist.get_rank() + 1)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return reduce_in_place(torch.nn.functional.linear(x, self.weight), dist.group.WORLD).sin()
+
+
+def recomputed(how: Any) -> tuple[Tensor, Tensor]:
+    layer = SummedProduct()
+    checkpoint_layers([layer], how, None)
+    y = layer(torch.ones(4, 2))
+    y.sum().backward()
+    return y.detach(), layer.weight.grad
+
+
+@pytest.mark.parametrize("how", ["full", "selective"])
+def test_a_product_that_is_kept_is_not_summed_again(ranks: RankPools, how: str):
+    for found, expected in zip(ranks(2).run(recomputed, how), ranks(2).run(recomputed, "none"), strict=True):
+        assert torch.equal(found[0], expected[0])
+        assert torch.equal(found[1], expected[1])
 
 
 def refusals() -> list[str]:

@@ -8,6 +8,7 @@ the positions of rank r; `cat` joins those of all ranks. dx_r has the shape of x
 |------------------------|-----------------------|-------------------------|--------------------------------|
 | `copy_to_group`        | y_r = x_r             | dx_r = sum_s dy_s       | work that ranks share          |
 | `reduce_from_group`    | y_r = sum_s x_s       | dx_r = dy_r             | work that every rank repeats   |
+| `reduce_in_place`      | y_r = sum_s x_s       | dx_r = dy_r             | work that every rank repeats   |
 | `gather_sequence`      | y_r = cat_s x_s       | dx_r = (sum_s dy_s)[r]  | work that ranks share          |
 | `scatter_sum_sequence` | y_r = (sum_s x_s)[r]  | dx_r = cat_s dy_s       | work on each rank's positions  |
 | `split_sequence`       | y_r = x_r[r]          | dx_r = cat_s dy_s       | work on each rank's positions  |
@@ -17,12 +18,17 @@ Each rank has `ceil(total / size)` positions of a sequence; the last ranks may h
 ranks: 2, 2, 1, 0). Parts are padded with zeros only for the collective.
 
 Tensors keep their type, so autocast also decides the type of the sums. `in_product_type` rounds the inputs of matrix
-products before they are sent. Inputs and gradients are never changed. Without a group, or with one rank, each function
-returns its input.
+products before they are sent. Inputs and gradients are never changed, except by `reduce_in_place`. Without a group, or
+with one rank, each function returns its input.
+
+A collective has the parts of the ranks one after another. If all dimensions before that of the positions have one
+element, such as the batch of a single row, this is the layout of the sequence, and nothing is copied. Otherwise the
+parts are copied once.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -30,6 +36,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from trainer.parallel.groups import Group, group_size, index_in_group
 from trainer.parallel.shards.slices import bounds_of_part
@@ -53,6 +61,15 @@ def copy_to_group(x: Tensor, group: Group) -> Tensor:
 def reduce_from_group(x: Tensor, group: Group) -> Tensor:
     """Return the sum over the ranks (`g` in Shoeybi et al. 2019, section 3); the gradient is equal on all ranks."""
     return _apply(x, group, "reduce_from_group")
+
+
+def reduce_in_place(x: Tensor, group: Group) -> Tensor:
+    """Return the sum as `reduce_from_group`, in the memory of `x`, which the caller must not use again.
+
+    `x` must be the result of an operation that does not keep it for the backward pass, such as a product. If selective
+    checkpointing keeps it, or it is not contiguous, the sum has memory of its own.
+    """
+    return _apply(x, group, "reduce_in_place")
 
 
 def gather_sequence(x: Tensor, group: Group, dim: int, total: int) -> Tensor:
@@ -91,7 +108,10 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, name: str, *args: int) -> Tensor:
         ctx.group, ctx.name, ctx.args = group, name, args
-        return _FORWARD_AND_BACKWARD[name][0](x, group, *args)
+        y = _FORWARD_AND_BACKWARD[name][0](x, group, *args)
+        if y is x:
+            ctx.mark_dirty(x)
+        return y
 
     @staticmethod
     @once_differentiable
@@ -104,6 +124,20 @@ def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
+
+
+def _sum_in_place(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    # A compiler makes the sum in place by itself.
+    if torch.compiler.is_compiling() or not x.is_contiguous() or _keeps_products():
+        return _sum(x, group)
+    dist.all_reduce(x, group=group)
+    return x
+
+
+def _keeps_products() -> bool:
+    """Return whether selective checkpointing keeps products; their recomputation would sum a kept sum again."""
+    kinds = _CachingTorchDispatchMode | _CachedTorchDispatchMode
+    return any(isinstance(mode, kinds) for mode in _get_current_dispatch_mode_stack())
 
 
 def _slice(x: Tensor, group: dist.ProcessGroup, dim: int, total: int) -> Tensor:
@@ -128,7 +162,11 @@ def _gather(x: Tensor, group: dist.ProcessGroup, dim: int, total: int) -> Tensor
     if sent.shape[dim] < shape[dim]:
         sent = x.new_zeros(shape)
         sent.narrow(dim, 0, x.shape[dim]).copy_(x)
-    # The ranks are the first dimension. Their parts belong side by side in `dim`, which may be an inner one.
+    # The ranks are the outermost dimension of the collective; only the last parts are padded.
+    if math.prod(shape[:dim]) == 1:
+        joined = x.new_empty([*shape[:dim], size * shape[dim], *shape[dim + 1 :]])
+        all_gather_single()(joined.view(-1), sent.view(-1), group=group)
+        return joined if joined.shape[dim] == total else joined.narrow(dim, 0, total)
     received = x.new_empty(size, *shape)
     all_gather_single()(received.view(-1), sent.view(-1), group=group)
     bounds = (bounds_of_part(total, index, size) for index in range(size))
@@ -140,22 +178,27 @@ def _gather(x: Tensor, group: dist.ProcessGroup, dim: int, total: int) -> Tensor
 def _scatter_sum(x: Tensor, group: dist.ProcessGroup, dim: int, total: int) -> Tensor:
     size, dim = group_size(group), dim % x.dim()
     shape = _part_shape(x, dim, total, size)
-    # Without padding, the loop writes every element, so the memory need not be zero before.
-    make = x.new_empty if total == size * shape[dim] else x.new_zeros
-    sent = make(size, *shape)
-    for index, part in enumerate(sent):
-        start, stop = bounds_of_part(total, index, size)
-        part.narrow(dim, 0, stop - start).copy_(x.narrow(dim, start, stop - start))
+    num_whole, rest = divmod(total, max(shape[dim], 1))
+    # Parts without padding, as `[rank, ...]`; a view if nothing is outside of the ranks.
+    parts = x.narrow(dim, 0, total - rest).unflatten(dim, (num_whole, shape[dim])).movedim(dim, 0)  # type: ignore[no-untyped-call]
+    if num_whole == size:
+        sent = parts.contiguous()
+    else:
+        sent = x.new_empty(size, *shape)
+        sent[:num_whole].copy_(parts)
+        sent[num_whole:].zero_()
+        sent.select(0, num_whole).narrow(dim, 0, rest).copy_(x.narrow(dim, total - rest, rest))
     received = x.new_empty(shape)
     reduce_scatter_single()(received.view(-1), sent.view(-1), group=group)
     start, stop = bounds_of_part(total, index_in_group(group), size)
-    return received.narrow(dim, 0, stop - start)
+    return received if stop - start == shape[dim] else received.narrow(dim, 0, stop - start)
 
 
 _FORWARD_AND_BACKWARD: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "copy_to_group": (lambda x, _: x.view_as(x), _sum),  # autograd needs another tensor than the input
     # Every rank repeats the work on y, so its dy is whole already.
     "reduce_from_group": (_sum, lambda grad, _: grad),
+    "reduce_in_place": (_sum_in_place, lambda grad, _: grad),
     "gather_sequence": (_gather, _scatter_sum),
     "scatter_sum_sequence": (_scatter_sum, _gather),
     "split_sequence": (_slice, _gather),

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.base.errors import UsageError
-from trainer.parallel.communication import reduce_from_group
+from trainer.parallel.communication import reduce_in_place
 from trainer.parallel.groups import Group, group_size, index_in_group
 from trainer.parallel.placement import ROWS_AXIS, TENSOR_AXIS, ParameterPlacement, Placements, Split
 from trainer.parallel.shards.slices import part_of
@@ -97,7 +97,7 @@ class VocabParallelEmbedding(_ParallelEmbedding):
             padding_row = self.padding_idx - first
         # The mask also stops the gradient of ids on other ranks, which would go to row 0.
         vectors = F.embedding(local, self.weight, padding_row).masked_fill(elsewhere.unsqueeze(-1), 0.0)
-        return reduce_from_group(vectors, self.group)
+        return reduce_in_place(vectors, self.group)
 
 
 class FeatureParallelEmbedding(_ParallelEmbedding):

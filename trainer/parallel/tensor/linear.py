@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from trainer.parallel.communication import copy_to_group, in_product_type, reduce_from_group, scatter_sum_sequence
+from trainer.parallel.communication import copy_to_group, in_product_type, reduce_in_place, scatter_sum_sequence
 from trainer.parallel.dropout import KeyedDropout
 from trainer.parallel.groups import Group, group_size, index_in_group
 from trainer.parallel.mesh import JOINT_AXES
@@ -219,6 +219,6 @@ class RowParallelLinear(_ParallelLinear):
         if self.sequence_parallel:
             total = scatter_sum_sequence(product, self.group, SEQUENCE_DIM)
         else:
-            total = reduce_from_group(product, self.group)
+            total = reduce_in_place(product, self.group)
         # Under autocast, only the product has the low precision; without the cast, the sum would have another type.
         return total if self.bias is None else self.add_bias(total, self.bias)
