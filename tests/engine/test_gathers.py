@@ -11,8 +11,9 @@ import torch
 import transformers
 from torch import nn
 
+from tests.helpers.collectives import counted_collectives
 from tests.helpers.ranks import RankPools
-from tests.helpers.training import TINY_BERT, Curve, train_tiny
+from tests.helpers.training import TINY_BERT, Curve, tiny_recipe, tiny_training, train_tiny
 from tests.parity.cases import Case
 from trainer.engine import fsdp_internals, sharded
 from trainer.engine.precision import COMPUTE_DTYPES
@@ -108,3 +109,24 @@ def test_only_gradients_of_several_uses_are_added_in_fp32(ranks: RankPools, mode
     products = {name for name in types if "embeddings" not in name and "LayerNorm" not in name}
     repeated = {name for name in products if "albert_layers" in name}
     assert in_bf16 == products - repeated
+
+
+def gathers_before_products(recipe: Recipe) -> list[int]:
+    """Return the number of gathers that have begun when each layer of a BERT computes its first product."""
+    found: list[int] = []
+    with tiny_training(recipe) as training:
+        batch = next(iter(training.loader))
+        training.engine.train_step(batch)
+        with counted_collectives() as counted:
+            for layer in training.model.bert.encoder.layer:
+                query = layer.attention.self.query
+                query.register_forward_pre_hook(lambda *_: found.append(counted["all_gather"]))
+            training.engine.eval_step(batch.microbatches[0])
+    return found
+
+
+def test_the_gather_of_the_next_layer_begins_before_the_products_of_a_layer(ranks: RankPools):
+    config = {**TINY_BERT, "num_hidden_layers": 4}
+    recipe = tiny_recipe(model={"config": config, "tokenizer": "none"}, parallel={"strategy": "fsdp"})
+    # The group of the rest, then the layers up to the next one.
+    assert ranks(2).run(gathers_before_products, recipe) == [[3, 4, 5, 5]] * 2

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +88,8 @@ def shard(
     rounded = rounded_by_autocast(model) if how.precision != "fp32" else set()
     types = MixedPrecisionPolicy(reduce_dtype=how.reduced_in)
     # The layers first: the call for the model groups the parameters that no inner call has taken.
-    for part in (*layers_of(model, SHARDING).values(), model):
+    layers = [*layers_of(model, SHARDING).values()]
+    for part in (*layers, model):
         fully_shard(
             part,
             mesh=mesh.device_mesh[axes],
@@ -96,6 +98,12 @@ def shard(
             mp_policy=types,
             offload_policy=policy,
         )
+    # Each gather begins before the products of the layer before, so that it is under way beside them also if the host
+    # is late. The backward pass does so by itself.
+    for part, following in pairwise([model, *layers]):
+        assert isinstance(part, FSDPModule)
+        assert isinstance(following, FSDPModule)
+        part.set_modules_to_forward_prefetch([following])
     if hasattr(model, "generate"):  # it calls an encoder by itself, before the model's forward gathers the embedding
         register_fsdp_forward_method(model, "generate")
     _sum_gradients(model)
