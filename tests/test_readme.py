@@ -44,6 +44,7 @@ ELSEWHERE = {
     "make docs": "tests/test_site.py::def test_the_site_builds",
     "python -m docs.generate": "tests/test_readme.py::test_generated_blocks_are_up_to_date",
     "trainer run bert_sample --processes 2": 'tests/launch/test_launchers.py::"trainer": Case',
+    "python -m tests.benchmarks.host": "tests/benchmarks/test_host.py::def test_each_strategy_has_its_time",
     "python -m tests.benchmarks.memory": "tests/benchmarks/test_benchmarks.py::def test_memory",
     "python -m tests.parity.measure --weights": "tests/parity/test_measure.py::test_weights_in_bf16_are_within_the",
     "python -m tests.parity.fuzz --seed 21 --cases 1000": "tests/parity/test_fuzz.py::test_a_drawn_case_is_one_process",

@@ -77,6 +77,39 @@ def test_a_step_reads_no_value_of_the_device(case: str):
     assert found == []
 
 
+@pytest.mark.slow
+def test_a_step_of_zero3_waits_once():
+    """The norm, which decides whether DeepSpeed skips the step, and the loss come in one copy."""
+    pytest.importorskip("deepspeed")
+    from trainer.features.deepspeed import internals
+    from trainer.features.deepspeed.engine import ZeroEngine
+
+    found, copies = [], []
+    begin_step, read_once = ZeroEngine.begin_step, internals.numbers_read_once
+
+    def watched(engine: ZeroEngine, *arguments: Any) -> Any:
+        with Reads() as watch:
+            read = begin_step(engine, *arguments)
+        found.append(watch.found)
+        return read
+
+    def counted(*arguments: Any) -> Any:
+        copies.append(1)
+        return read_once(*arguments)
+
+    keys = {"parallel": parallel_keys("zero3", 2)}
+    with (
+        mock.patch.object(ZeroEngine, "begin_step", watched),
+        mock.patch.object(internals, "numbers_read_once", counted),
+    ):
+        plan_step(plan_run(tiny_recipe(**keys), 2), 0, 12, True)
+    assert len(copies) == len(found) > 1
+    lines = {line.partition(" at ")[2] for line in found[-1]}
+    assert len(found[-1]) == 2  # the two numbers of the copy
+    assert len(lines) == 1
+    assert "features/deepspeed/internals.py" in lines.pop()
+
+
 def test_a_read_by_the_host_is_detected(monkeypatch: pytest.MonkeyPatch):
     update = NativeEngine._update
     monkeypatch.setattr(

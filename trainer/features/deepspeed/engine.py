@@ -10,6 +10,7 @@ after the optimizer step. Autocast rounds them anyway, so this changes no result
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
@@ -95,16 +96,16 @@ class ZeroEngine(Engine):
         zero = self._engine.optimizer
         overflows = self._scaler is not None and self._overflows(self._scaler.largest)
         skipped = internals.infinite_norm(zero) if overflows else nullcontext()
-        with skipped, nullcontext() if self._is_partitioned else internals.updates_gathered_rounded(zero):
+        gathers = nullcontext() if self._is_partitioned else internals.updates_gathered_rounded(zero)
+        # Before the step: the sum is a collective, which all ranks call whether or not the step is skipped.
+        whole_loss = self._mesh.begin_sum_(loss, "dp")
+        with skipped, gathers, internals.numbers_read_once(zero, whole_loss) as numbers:
             self._engine.step()  # skips a step with a non-finite norm
         self._step += 1
-        result = StepResult(
-            # After the step: the sum is a collective, which all ranks call whether or not the step was skipped.
-            loss=self._mesh.sum_(loss, "dp").item(),
-            grad_norm=float(self._engine.get_global_grad_norm()),
-            learning_rate=rate,
-            loss_scale=scale,
-        )
+        whole, norm = numbers
+        if scale is not None:
+            norm = float(self._engine.get_global_grad_norm())  # without the scale
+        result = StepResult(whole, norm if norm >= 0.0 else math.inf, rate, loss_scale=scale)
         if self._scaler:
             self._scaler.update(torch.full((), float(not result.is_finite), device=self._mesh.device))
             result = self._scaler.settle(result)

@@ -7,7 +7,9 @@ moments to the first group of parameters only.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
@@ -34,7 +36,8 @@ INTERNALS = Internals(
         "deepspeed.utils": ["lazy_init_hp_params_optimizer_state"],  # links moments to parameters
         "deepspeed.utils.mixed_precision_linkage": ["_hp_mapping"],  # from a parameter to its part of the flat weights
         "deepspeed.utils.tensor_fragment:tensor_fragment": ["get_hp_fragment", "lp_fragment_address"],
-        f"{_ZERO}.stage_1_and_2": ["empty_cache", "all_gather_dp_groups"],  # replaced
+        f"{_ZERO}.stage_1_and_2": ["empty_cache", "all_gather_dp_groups", "is_invalid_grad_norm"],  # replaced
+        f"{_ZERO}.stage3": ["is_invalid_grad_norm"],  # replaced: it reads the norm
         f"{_ZERO}.stage_1_and_2:DeepSpeedZeroOptimizer": [
             "flatten_dense_tensors_aligned",  # replaced: it frees each parameter at once
             "scaled_global_norm",  # replaced for a step that is skipped
@@ -208,6 +211,35 @@ def updates_gathered_rounded(zero: Any) -> Iterator[None]:
         yield
     finally:
         stage_1_and_2.all_gather_dp_groups = gather
+
+
+@contextmanager
+def numbers_read_once(zero: Any, loss: Callable[[], Tensor]) -> Iterator[list[float]]:
+    """Let DeepSpeed read its gradient norm together with the loss in this context, so that the host waits once.
+
+    DeepSpeed reads the norm before the update, and skips a step with a non-finite one.
+
+    Args:
+        loss: returns the loss, a scalar.
+
+    Yields:
+        A list, which has the loss and the scaled norm after the step.
+    """
+    module: Any = sys.modules[type(zero).__module__]
+    is_invalid, found = module.is_invalid_grad_norm, list[float]()
+
+    def read(norm: Any) -> bool:
+        of_loss = loss().double()
+        # One copy to the host; a norm of offloaded gradients is there already.
+        numbers = torch.stack([of_loss, torch.as_tensor(norm, device=of_loss.device).double()]).cpu()
+        found[:] = [numbers[0].item(), numbers[1].item()]
+        return not math.isfinite(found[1]) or found[1] < 0.0
+
+    module.is_invalid_grad_norm = read
+    try:
+        yield found
+    finally:
+        module.is_invalid_grad_norm = is_invalid
 
 
 @contextmanager
