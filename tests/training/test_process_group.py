@@ -106,6 +106,7 @@ def limits_of_new_groups(recipe: Recipe) -> tuple[int, set[timedelta]]:
     ("world_size", "sections"),
     [
         (4, {"parallel": {"strategy": "zero2", "tensor": 2}}),
+        (4, {"parallel": {"strategy": "hsdp", "shard": 2}}),
         (2, {"task": {"type": "masked_lm"}, "parallel": {"strategy": "ddp", "pipeline": {"stages": 2}}}),
     ],
 )

@@ -30,6 +30,16 @@ def test_nothing_is_compiled_when_ranks_meet(monkeypatch: pytest.MonkeyPatch):
     assert build_shm_op() is None
 
 
+def test_no_ranges_of_a_profiler_are_opened(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("deepspeed")
+    import_deepspeed()
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.utils.nvtx import instrument_w_nvtx
+
+    monkeypatch.setattr(type(get_accelerator()), "range_push", lambda *_, **__: pytest.fail("a range is opened"))
+    assert instrument_w_nvtx(lambda x: x + 1)(2) == 3
+
+
 WITHOUT_NVCC = """
 import torch
 from unittest import mock

@@ -33,6 +33,7 @@ INTERNALS = Internals(
         "deepspeed.ops": ["__compatible_ops__"],  # changed by `package.py`: one would be compiled
         "deepspeed.runtime.utils": ["model_parallel"],  # an attribute of parameters, which the norm reads
         "deepspeed.runtime.torch_autocast": ["get_comm_dtype"],  # reads `_GATHERED_IN`
+        "deepspeed.utils.nvtx": ["enable_nvtx"],  # set by `package.py`
         "deepspeed.utils": ["lazy_init_hp_params_optimizer_state"],  # links moments to parameters
         "deepspeed.utils.mixed_precision_linkage": ["_hp_mapping"],  # from a parameter to its part of the flat weights
         "deepspeed.utils.tensor_fragment:tensor_fragment": ["get_hp_fragment", "lp_fragment_address"],

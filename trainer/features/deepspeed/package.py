@@ -28,6 +28,7 @@ def import_deepspeed() -> Any:
     with redirect_stdout(io.StringIO()), _without_mlflow(), importing():
         import deepspeed
     deepspeed.ops.__compatible_ops__[_UNUSED] = False  # a build takes minutes, a compiler and a writable cache
+    deepspeed.utils.nvtx.enable_nvtx = False  # stage 3 opens thousands of ranges for NVIDIA's profiler in each step
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # the import resets the level
     # DeepSpeed calls collectives by deprecated names; a user cannot change that.
     warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+` is deprecated", FutureWarning)
