@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trainer.features.kernels import fused_attention
 from trainer.models.attention import FLAT_ATTENTION, keyed_attention
 from trainer.models.dropout import key_dropout, site_of
+from trainer.models.padded_attention import PaddedRows
 from trainer.parallel import kernel_support, varlen
 from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
 from trainer.parallel.flat_rows import FlatRows
@@ -166,14 +167,39 @@ JOINED = (700, 3, 128, 512, 1, 257)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mask", ["none", "causal", "window"])
 def test_joined_rows_are_padded_rows(mask, dtype, dropout):
-    """Without dropout, in 16 bits, by torch's variable-length attention."""
-    sizes = Sizes.joined(*JOINED, mask=mask, key_heads=1 if dropout else 2)
+    """Without dropout, in 16 bits, by torch's variable-length attention, which takes shared keys from torch 2.12 on."""
+    sizes = Sizes.joined(*JOINED, mask=mask, key_heads=1 if dropout or varlen._HAS_GROUPS else 2)
     query, key, value = sizes.tensors(dtype, GPU)
     is_torchs = not dropout and dtype != torch.float32 and varlen.obstacle_of_device(query.device) is None
     assert (varlen.obstacle(query, key, value) is None) == is_torchs
     with mock.patch.object(varlen, "attention", wraps=varlen.attention) as torchs:
         assert_as_exact(sizes, dtype, GPU, dropout)
     assert torchs.called == is_torchs
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("window", [None, 50])
+def test_padded_rows_need_no_mask(is_causal, window):
+    """Without dropout, beside SDPA in fp32 with a mask; one row has its padding before its tokens."""
+    lengths, length = [300, 1, 128, 257], 300
+    places = torch.arange(length, device=GPU)
+    tokens = places < torch.tensor(lengths, device=GPU)[:, None]
+    tokens[2] = tokens[2].flip(0)
+    distances = places[:, None] - places
+    mask = tokens[:, None, None] & (distances.abs() <= (length if window is None else window))
+    mask = mask & (distances >= 0) if is_causal else mask
+    tensors = Sizes(length, batch=4).tensors(torch.bfloat16, GPU)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0) -> Tensor:
+        if query.dtype == torch.float32:
+            output = F.scaled_dot_product_attention(query, key, value, mask).transpose(1, 2)
+        else:
+            output = PaddedRows(tokens, 4, length, is_causal, window).attention(query, key, value, 64**-0.5)
+        return output.masked_fill(~tokens[..., None, None], 0.0)
+
+    exact = results(attend, [tensor.detach().float().requires_grad_() for tensor in tensors], 0.0)
+    for found, expected in zip(results(attend, tensors, 0.0), exact, strict=True):
+        torch.testing.assert_close(found.float(), expected, atol=2e-2 * float(expected.abs().max()), rtol=0)
 
 
 def test_joined_rows_need_no_memory_for_padding():
@@ -193,7 +219,10 @@ def mask_in_output(size: int, device: torch.device, dtype: torch.dtype) -> tuple
     query = torch.zeros(2, 3, size, 64, device=device, dtype=dtype)
     value = torch.eye(size, device=device, dtype=dtype).expand(2, 3, size, size)
     attend = Keyed(sizes, device)
-    output = attend(query, query, value, dropout=0.4)
+    with torch.no_grad():
+        drawn = attend(query, query, value, dropout=0.4)  # by the kernel itself
+    output = attend(query.requires_grad_(), query, value, dropout=0.4).detach()
+    assert torch.equal(output > 0, drawn > 0)
     with attend.keys.use(MicrobatchKey(1, torch.arange(2) + 3)):
         expected = site_of(attend.module).mask((2, 3, size, size), 0.4)
     return (output.transpose(1, 2) > 0).cpu(), expected.bool()
