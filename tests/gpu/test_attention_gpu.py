@@ -194,7 +194,7 @@ def test_padded_rows_need_no_mask(is_causal, window):
         if query.dtype == torch.float32:
             output = F.scaled_dot_product_attention(query, key, value, mask).transpose(1, 2)
         else:
-            output = PaddedRows(tokens, 4, length, is_causal, window).attention(query, key, value, 64**-0.5)
+            output = PaddedRows(tokens, is_causal, window).attention(query, key, value, 64**-0.5)
         return output.masked_fill(~tokens[..., None, None], 0.0)
 
     exact = results(attend, [tensor.detach().float().requires_grad_() for tensor in tensors], 0.0)

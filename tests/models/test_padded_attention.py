@@ -87,7 +87,7 @@ def test_padding_between_tokens_is_refused(torch_reads_rows):
 
 
 def _options(function: Any, **changed: Any) -> dict[str, Any]:
-    sizes = {"batch_size": 2, "q_length": LENGTH, "kv_length": LENGTH, "local_size": None}
+    sizes = {"q_length": LENGTH, "kv_length": LENGTH, "local_size": None}
     return {**sizes, "mask_function": function, **changed}
 
 
@@ -118,7 +118,7 @@ def test_attention_to_an_encoder_keeps_its_mask(model_type):
 
 def test_a_bias_and_dropout_keep_their_masks(torch_reads_rows):
     mask = torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool)
-    mask.padded_rows = PaddedRows(None, 2, LENGTH, False, None)
+    mask.padded_rows = PaddedRows(None, False, None)
     states = torch.randn(3, 2, 1, LENGTH, 8)
     keyed_attention(nn.Module(), *states, mask, position_bias=torch.zeros(1, 1, LENGTH, LENGTH))
     keyed_attention(nn.Module(), *states, mask, dropout=0.1)
@@ -133,7 +133,7 @@ def test_a_compiled_layer_calls_it_too(torch_reads_rows, monkeypatch):
     torch.library.register_fake("tests::rows", lambda query, *_, **__: torch.empty_like(query))
     tokens = torch.tensor(RIGHT[:2], dtype=torch.bool)
     mask = tokens[:, None, None].expand(2, 1, LENGTH, LENGTH)
-    mask.padded_rows = PaddedRows(tokens, 2, LENGTH, False, None)
+    mask.padded_rows = PaddedRows(tokens, False, None)
     states = torch.randn(3, 2, 1, LENGTH, 8)
 
     def attend(states: Tensor) -> Tensor:

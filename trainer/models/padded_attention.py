@@ -26,30 +26,26 @@ class PaddedRows:
 
     Args:
         tokens: whether a position has a token, `[batch, length]`; None: all have one.
-        batch: the number of rows.
-        length: their positions.
         is_causal: whether a query sees no key at a later position.
         window: the largest distance of a query and a key that it sees; None: any.
     """
 
-    def __init__(self, tokens: Tensor | None, batch: int, length: int, is_causal: bool, window: int | None) -> None:
-        self._tokens, self._shape = tokens, (batch, length)
-        self._is_causal, self._window = is_causal, window
+    def __init__(self, tokens: Tensor | None, is_causal: bool, window: int | None) -> None:
+        self._tokens, self._is_causal, self._window = tokens, is_causal, window
         self._kept: Tensor | None = None
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Return the output `[batch, length, heads, head_dim]`; see `keyed_attention`."""
-        batch, length = self._shape
-        starts = self._starts(query.device)
+        batch, _, length, _ = query.shape
+        starts = self._starts(batch, length, query.device)
         query, key, value = (x.transpose(1, 2).flatten(0, 1).transpose(0, 1).unsqueeze(0) for x in (query, key, value))
         output = varlen.attention(query, key, value, starts, length, scale, self._is_causal, self._window)
         return output.view(batch, length, *output.shape[2:])
 
-    def _starts(self, device: torch.device) -> Tensor:
+    def _starts(self, batch: int, length: int, device: torch.device) -> Tensor:
         """Return the starts of the parts of all rows, and the number of all positions, int32 `[parts + 1]`."""
         if self._kept is not None and not torch.compiler.is_compiling():
             return self._kept
-        batch, length = self._shape
         ends = torch.arange(1, batch + 1, device=device) * length
         if self._tokens is not None:
             tokens = self._tokens.int()
@@ -84,7 +80,7 @@ def rows_of(tokens: Tensor | None, options: Mapping[str, Any]) -> PaddedRows | N
         return None
     # transformers counts the query too under a causal mask.
     window = options["local_size"] - is_causal if has_window else None
-    return PaddedRows(tokens, options["batch_size"], length, is_causal, window)
+    return PaddedRows(tokens, is_causal, window)
 
 
 def _code_of(function: Callable[..., Any]) -> tuple[Any, ...]:
