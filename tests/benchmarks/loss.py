@@ -1,10 +1,11 @@
-"""The loss of a large vocabulary: peak bytes and seconds with the whole logits, and in blocks of the vocabulary.
+"""The loss of a large vocabulary: bytes, products, peak bytes and seconds of torch's loss and of the head's.
 
-Peaks are counted on tensors without values, at full size, as in `trainer plan`. Seconds are the least of several
-forward and backward passes in turns on the CPU, of smaller sizes. From the root of the repository:
+Bytes, products and peaks are counted on tensors without values, at full size, with the operations of a GPU, as in
+`trainer plan`. Seconds are the least of several forward and backward passes in turns on the CPU, of smaller sizes. From
+the root of the repository:
 
-    python -m tests.benchmarks.loss --tokens 4096 --vocabulary 128256 --hidden 4096
-    python -m tests.benchmarks.loss --seconds --tokens 1024 --vocabulary 50257 --hidden 768
+    python -m tests.benchmarks.loss --tokens 4096 --vocabulary 128256 --hidden 2048
+    python -m tests.benchmarks.loss --seconds --fp32 --tokens 1024 --vocabulary 30522 --hidden 768
 """
 
 from __future__ import annotations
@@ -12,22 +13,31 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 
-from trainer.features.chunked_head.head import ChunkedHead
+from trainer.features.chunked_head.head import ChunkedHead, Way
 from trainer.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from trainer.tools.plan.ledger import Ledger
+from trainer.tools.plan.simulated_rank import shapes_only
 
-WHOLE, BLOCKS = "whole logits", "in blocks"
+PLAIN, HEAD, CHUNKS = "torch's loss", "whole logits", "four chunks"
+
+
+class Counts(NamedTuple):
+    """The counts of a forward and backward pass; `peak_bytes` are beside the inputs, the weight and their gradients."""
+
+    num_bytes: int
+    flops: int
+    peak_bytes: int
 
 
 def passes(
     tokens: int, vocabulary: int, hidden: int, labelled: float, trained: bool, bf16: bool
 ) -> dict[str, Callable[[], None]]:
-    """Return a forward and backward pass of the loss with the whole logits, and in blocks."""
+    """Return a forward and backward pass of each loss."""
     x = torch.randn(1, tokens, hidden, requires_grad=True)
     labels = torch.randint(vocabulary, (1, tokens))
     num_labels = int(labelled * tokens)
@@ -43,34 +53,42 @@ def passes(
     def run(loss: Callable[[], Tensor]) -> None:
         x.grad = head.weight.grad = None
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            total = loss()
+            total = loss() / num_labels
         total.backward()  # type: ignore[no-untyped-call]
 
-    whole = head.forward
-    chunked = ChunkedHead(head, max(4096, 2**24 // tokens), None, scores)
+    def of_head(way: Way) -> Callable[[], None]:
+        own = nn.Linear(hidden, vocabulary, bias=False)
+        own.weight = head.weight
+        chunked = ChunkedHead(own, way, None, scores)
 
-    def in_blocks() -> Tensor:
-        with chunked.use(labels, num_labels):
-            found: Tensor = head(x)
-        return found[..., 0].sum()
+        def loss() -> Tensor:
+            with chunked.use(labels, num_labels):
+                found: Tensor = own(x)
+            return found[..., 0].sum()
 
-    def at_once() -> Tensor:
-        return scores(whole(x), labels)[..., 0].sum()
+        return lambda: run(loss)
 
-    return {WHOLE: lambda: run(at_once), BLOCKS: lambda: run(in_blocks)}
+    def of_torch() -> Tensor:
+        return scores(head(x), labels)[..., 0].sum()
+
+    return {
+        PLAIN: lambda: run(of_torch),
+        HEAD: of_head(Way(tokens)),
+        CHUNKS: of_head(Way(-(-tokens // 4), sums=True)),
+    }
 
 
-def peaks(tokens: int, vocabulary: int, hidden: int, trained: bool, bf16: bool) -> dict[str, tuple[int, int]]:
-    """Return the most bytes of each pass beside the inputs and weights, and those of the gradients that it leaves."""
+def counts(tokens: int, vocabulary: int, hidden: int, trained: bool, bf16: bool) -> dict[str, Counts]:
+    """Return the counts of each loss."""
     found = {}
-    with FakeTensorMode(), Ledger() as ledger:
+    with shapes_only(cuda=True, autocast=False), Ledger() as ledger:
         for name, function in passes(tokens, vocabulary, hidden, 1.0, trained, bf16).items():
             function()
-            gradients = 4 * hidden * (tokens + vocabulary * trained)
-            before = sum(ledger.alive.values()) - gradients
+            before = sum(ledger.alive.values())
             ledger.restart()
             function()
-            found[name] = ledger.peak.num_bytes - before, gradients
+            num_bytes = sum(amount.num_bytes for amount in ledger.totals.work.values())
+            found[name] = Counts(num_bytes, sum(ledger.totals.flops.values()), ledger.peak.num_bytes - before)
     return found
 
 
@@ -89,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--vocabulary", type=int, default=128_256)
-    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--labelled", type=float, default=1.0, help="the share of tokens with a label")
     parser.add_argument("--fp32", action="store_true", help="products in fp32; default: bf16")
     parser.add_argument("--seconds", action="store_true", help="measure seconds on real tensors")
@@ -100,12 +118,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         kind = "trained weight" if trained else "frozen weight"
         if given.seconds:
             least = seconds(passes(*size, given.labelled, trained, not given.fp32), given.turns)
-            times = ", ".join(f"{name} {value:.3f} s" for name, value in least.items())
-            print(f"{kind}: {times}, ratio {least[BLOCKS] / least[WHOLE]:.2f}")
+            for name, value in least.items():
+                print(f"{kind}, {name}: {value:.3f} s, ratio {value / least[PLAIN]:.2f}")
             continue
-        found = peaks(*size, trained, not given.fp32)
-        for name, (peak, gradients) in found.items():
-            print(f"{kind}, {name}: {peak / 2**20:,.0f} MiB, with {gradients / 2**20:,.0f} MiB of gradients")
+        for name, found in counts(*size, trained, not given.fp32).items():
+            print(
+                f"{kind}, {name}: {found.num_bytes / 1e9:.2f} GB, {found.flops / 1e12:.2f} TFLOP, peak"
+                f" {found.peak_bytes / 2**20:,.0f} MiB"
+            )
 
 
 if __name__ == "__main__":

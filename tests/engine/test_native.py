@@ -512,7 +512,7 @@ class TestWithoutCache:
 
     def test_a_copy_of_the_strategy_dp(self):
         packed = TINY_TASKS["causal_lm_packed"]
-        training = tiny(task={**packed.keys, "vocabulary_chunk": None}, model={**packed.model, "dropout": 0.0})
+        training = tiny(task={**packed.keys, "logits_chunk": None}, model={**packed.model, "dropout": 0.0})
         batch = next(iter(training.loader))
         (microbatch,) = batch.microbatches
         replica = LossReplica(training.model, training.parts.data.task, None)

@@ -267,7 +267,7 @@ TINY_TASKS = {
         Padding(0),
     ),
     "causal_lm_packed": TinyTask(
-        {"type": "causal_lm", "text": "text", "packing": "documents", "vocabulary_chunk": 7},
+        {"type": "causal_lm", "text": "text", "packing": "documents", "logits_chunk": 7},
         {"config": TINY_DECODERS["gpt2"], "tokenizer": "none"},
         partial(tiny_documents, packed=True),
         Padding(0),

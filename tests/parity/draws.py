@@ -355,7 +355,7 @@ def _task(kind: str, random: Random, family: str) -> dict[str, Any]:
         columns = random.choice(({"text": "text"}, {"prompt": "text", "completion": "other"}, chats, chats))
         task |= columns
         task["packing"] = random.choice(("none", "documents", "joined") if "text" in columns else ("none", "documents"))
-        task["vocabulary_chunk"] = random.choice((None, 7))
+        task["logits_chunk"] = random.choice((None, 7))
         task["metrics"] = ["perplexity", "accuracy"]
     elif kind == "reward_model":
         task |= _PAIRS | {"margin": random.choice((None, "score")), "center_coefficient": random.choice((0.0, 0.1))}
@@ -363,7 +363,7 @@ def _task(kind: str, random: Random, family: str) -> dict[str, Any]:
         loss = random.choice(("dpo", "dpo", "ipo", "simpo", "orpo", "kto"))
         labelled = {"prompt": "question", "completion": "other", "label": "desirable"}
         task |= {"loss": {"type": loss}, **(labelled if loss == "kto" else _PAIRS)}
-        task["vocabulary_chunk"] = random.choice((None, 7))
+        task["logits_chunk"] = random.choice((None, 7))
     elif kind == "multiple_choice" and random.random() < 0.5:
         task["question"] = "question"
     elif kind == "seq2seq_lm":

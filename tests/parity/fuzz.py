@@ -374,7 +374,7 @@ class Fuzz:
         recipes = [drawn.recipe_of(part) for part in drawn.parts]
         files = [folder / f"part-{index}.json" for index in range(len(recipes))]
         one = {**drawn.recipe, "checkpoint": {"folder": str(folder / "one")}}
-        one["task"] = {key: value for key, value in one["task"].items() if key != "vocabulary_chunk"}
+        one["task"] = {key: value for key, value in one["task"].items() if key != "logits_chunk"}
         one["data"] = {**one["data"], "cache": "one-cache"}  # each computes its own reference of preferences
         reference_file = folder / "one.json"
         reference_file.write_text(json.dumps(one))

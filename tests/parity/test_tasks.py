@@ -53,7 +53,7 @@ VARIANTS = (
 )
 """Tasks that differ from another one by a key or a family."""
 CHUNKED = ("masked_lm", "causal_lm_packed", "seq2seq_lm")
-"""Tasks with a loss in blocks of the vocabulary, against one process with the whole logits."""
+"""Tasks with a loss in chunks of tokens; their reference is torch's loss of whole logits, as that of `causal_lm`."""
 CUTS = ("fsdp-accumulated", "tensor-sequence-accumulated", "context", "pipeline")
 FURTHER = {
     **dict.fromkeys(VARIANTS, CUTS[:1]),
@@ -83,7 +83,7 @@ def _quick(task: str) -> tuple[str, ...]:
 def recipe_of(task: str, sgd: bool = False, training: dict[str, Any] | None = None, **keys: Any) -> Recipe:
     """Return a recipe with dropout 0.1, of `FEW_STEPS` steps of AdamW or of one step of gradient descent."""
     tiny = TINY_TASKS[task]
-    chunk = {"vocabulary_chunk": 7} if task in CHUNKED and "distillation" not in keys else {}
+    chunk = {"logits_chunk": 7} if task in CHUNKED and "distillation" not in keys else {}
     sections = {
         "task": {**tiny.keys, **chunk, **keys.pop("task_keys", {})},
         "model": {**tiny.model, "dropout": 0.1},
@@ -102,7 +102,7 @@ def train(task: str, keys: dict[str, Any]) -> tuple[Curve, Curve]:
 
 @cache
 def reference(task: str) -> tuple[Curve, Curve]:
-    keys = {"task_keys": {"vocabulary_chunk": None}} if task in CHUNKED else {}
+    keys = {"task_keys": {"logits_chunk": None}} if task in (*CHUNKED, "causal_lm") else {}
     return once(f"parity of the task {task}", lambda: train(task, keys))
 
 
@@ -149,14 +149,14 @@ def test_stages_of_tensor_and_context_ranks_are_one_process(ranks: RankPools):
 @pytest.mark.nightly
 @pytest.mark.parametrize("task", CHUNKED)
 @pytest.mark.parametrize("parallel", [{"strategy": "zero1"}, {"strategy": "zero2"}, {"strategy": "hsdp", "shard": 1}])
-def test_blocks_of_the_vocabulary_under_other_strategies(ranks: RankPools, task: str, parallel: dict[str, Any]):
+def test_chunks_of_tokens_under_other_strategies(ranks: RankPools, task: str, parallel: dict[str, Any]):
     for found in ranks(2).run(train, task, {"parallel": parallel}):
         assert_same_training(found, reference(task))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("task", CHUNKED)
-def test_blocks_of_the_vocabulary_in_bf16(task: str):
-    whole = train(task, {"precision": "bf16", "task_keys": {"vocabulary_chunk": None}})
+def test_chunks_of_tokens_in_bf16(task: str):
+    whole = train(task, {"precision": "bf16", "task_keys": {"logits_chunk": None}})
     for curve, expected in zip(train(task, {"precision": "bf16"}), whole, strict=True):
         assert_same_curve(curve, expected, TOLERANCES["bf16"])

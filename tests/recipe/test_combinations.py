@@ -54,7 +54,7 @@ def needed(*keys: str) -> list[str]:
 @pytest.mark.parametrize(("row", "value", "other"), list(pairs()))
 def test_every_pair_is_refused_at_its_first_key(row: Exclusion, value: Any, other: Any):
     keys = [*needed(row.first.key, row.second.key), override(row.first.key, value), override(row.second.key, other)]
-    has_vocabulary = row.first.key == "task.vocabulary_chunk"
+    has_vocabulary = row.first.key == "task.logits_chunk"
     with pytest.raises(RecipeError) as caught:
         load_recipe("bert_sample_mlm" if has_vocabulary else "bert_base_mrpc", keys)
     (problem,) = [text for text in caught.value.problems if f"`{row.first.key}` " in text and row.remedy in text]

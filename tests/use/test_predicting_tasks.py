@@ -255,7 +255,7 @@ def test_masked_tokens_alone_have_logits_a_few_at_a_time(tmp_path: Path, monkeyp
 
     token_scores = MaskedLMTask.token_scores
     monkeypatch.setattr(MaskedLMTask, "token_scores", recorded)
-    monkeypatch.setattr("trainer.features.chunked_head.head._LOGITS", 5 * TINY_BERT["vocab_size"])
+    monkeypatch.setattr("trainer.features.chunked_head.head._EVALUATED_ELEMENTS", 5 * TINY_BERT["vocab_size"])
     found = predicted(run, rows, tmp_path / "out.jsonl", "evaluation.batch_size=24")
     assert (max(sizes), sum(sizes)) == (5, 64)  # of 216 tokens; 48 are masked, and shapes are rounded
     tokenizer = AutoTokenizer.from_pretrained(run / "model")

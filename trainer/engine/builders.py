@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol, Self
 
+import torch
 from torch import nn
 
 from trainer.base.extensions import resolved
@@ -37,6 +38,10 @@ class ScoringHeads(Protocol):
             UsageError: the recipe asks for such heads, but a model must return its logits.
         """
 
+    @staticmethod
+    def notes(built: Sequence[PlacedModel], task: Task, plan: RunPlan, device: torch.device | None) -> list[str]:
+        """Return notes for the user on the logits; without a device, not on its kernels."""
+
     def attach(self, model: nn.Module, cut: VocabularyCut | None, task: Task) -> TokenHead | None:
         """Let the head of a model compute scores; return None for a pipeline stage without the head."""
 
@@ -58,6 +63,8 @@ def build_engine(
         added_loss: the loss of a second model; None on ranks without the last stage, or if there is none.
     """
     heads = require_trainable(built, task, plan)
+    # Before the engine changes the modules.
+    notes = head_notes(built, task, plan, mesh.device)
     built = [replace(part, added_loss=added_loss) for part in built]
     cut = next((part.vocabulary for part in built if part.vocabulary), None)
     task = task.for_vocabulary(cut)
@@ -68,11 +75,14 @@ def build_engine(
     if plan.pipeline is not None:
         from trainer.engine.pipelined import build_pipelined
 
-        return build_pipelined(built, task, mesh, plan, total_steps)
-    # Without a pipeline, a rank holds exactly one model.
-    (whole,) = built
-    build: EngineBuilder = resolved(plan.strategy.builder)
-    return build(whole, task, mesh, plan, total_steps)
+        engine: Engine = build_pipelined(built, task, mesh, plan, total_steps)
+    else:
+        # Without a pipeline, a rank holds exactly one model.
+        (whole,) = built
+        build: EngineBuilder = resolved(plan.strategy.builder)
+        engine = build(whole, task, mesh, plan, total_steps)
+    engine.head_notes = notes
+    return engine
 
 
 def require_trainable(built: Sequence[PlacedModel], task: Task, plan: RunPlan) -> ScoringHeads | None:
@@ -96,6 +106,16 @@ def require_trainable(built: Sequence[PlacedModel], task: Task, plan: RunPlan) -
     for key, is_needed in needs.items():
         if is_needed:
             layers_of(built[0].model, key)
+    return next((heads for kind in _heads(task) if (heads := kind.of(built, task, plan)) is not None), None)
+
+
+def head_notes(
+    built: Sequence[PlacedModel], task: Task, plan: RunPlan, device: torch.device | None = None
+) -> list[str]:
+    """Return notes for the user on the logits of placed models; without a device, not on its kernels."""
+    return [note for kind in _heads(task) for note in kind.notes(built, task, plan, device)]
+
+
+def _heads(task: Task) -> Iterable[type[ScoringHeads]]:
     # Resolved for tasks with such scores only: other runs import no head.
-    kinds = all_of("head").values() if task.head_blocks else ()
-    return next((heads for kind in kinds if (heads := kind.of(built, task, plan)) is not None), None)
+    return all_of("head").values() if task.head_blocks else ()

@@ -40,6 +40,7 @@ class Engine(ABC):
     """
 
     is_captured = False  # whether CUDA graphs were chosen during the run
+    head_notes: Sequence[str] = ()  # for the user, on the logits
 
     def __init__(
         self,
@@ -108,8 +109,8 @@ class Engine(ABC):
         return None
 
     def notes(self) -> list[str]:
-        """Return notes for the user on the optimizer, on CUDA graphs and on compiled layers."""
-        notes = self.optimizer.notes(self._mesh.device)
+        """Return notes for the user on the head, the optimizer, CUDA graphs and compiled layers."""
+        notes = [*self.head_notes, *self.optimizer.notes(self._mesh.device)]
         if self._recipe.cuda_graphs is True:
             time = "for the third time" if self._recipe.compile else "again"
             notes.append(f"each shape of microbatches is captured as a CUDA graph when it comes {time}")

@@ -20,7 +20,7 @@ from trainer.parallel.device_traits import traits_of
 _LEAST_CAPABILITY = (8, 0)  # of NVIDIA's GPUs, for which Triton and FlashAttention are built and tested
 
 KERNELS: dict[str, Any] = {}
-"""The registered modules of kernels by their use: `attention` and `dropout`. They are texts until `load`."""
+"""The registered modules of kernels by their use, such as `dropout`. They are texts until `load`."""
 
 
 def _add(row: Registration) -> None:

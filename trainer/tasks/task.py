@@ -135,7 +135,7 @@ class VocabularyLoss(Loss):
 
     @property
     def head_blocks(self) -> Literal["vocabulary", "tokens"] | None:
-        """The blocks in which a head may compute `token_scores`; None: the task needs its logits."""
+        """The key by which a head may compute `token_scores`, or `tokens`: always; None: the task needs its logits."""
         return None
 
     takes_token_scores = False

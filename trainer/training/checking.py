@@ -11,7 +11,7 @@ from torch import nn
 from trainer.base.errors import Problems
 from trainer.checkpoint.registered import registered_tiers
 from trainer.data.loader import require_fitting_rows
-from trainer.engine.builders import require_trainable
+from trainer.engine.builders import head_notes, require_trainable
 from trainer.engine.optimizers.table import optimizer_class
 from trainer.models.describe import ModelDescription
 from trainer.models.families.table import FAMILIES
@@ -241,7 +241,9 @@ def _rehearse(
             notes += described.check_sample(keys)
         if is_sound:
             # A copy for each cut, because `place` cuts in place.
-            require_trainable([place(copy.deepcopy(model), cut, keys) for cut in every_cut(plan)], task, plan)
+            built = [place(copy.deepcopy(model), cut, keys) for cut in every_cut(plan)]
+            require_trainable(built, task, plan)
+            notes += head_notes(built, task, plan)
     return notes
 
 

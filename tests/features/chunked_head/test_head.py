@@ -1,7 +1,10 @@
-"""The head of a language model that computes losses in blocks of the vocabulary."""
+"""The head of a language model that computes losses of tokens."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ from torch import nn
 from tests.helpers.training import TINY_TASKS, build_tiny, tiny_recipe
 from trainer.base.errors import UsageError
 from trainer.parallel.microbatch import IGNORED_LABEL
+from trainer.training.run_parts import notes_of
 
 LLAMA = TINY_TASKS["causal_lm"].model
 GEMMA = {"tokenizer": "none", "config": {**LLAMA["config"], "model_type": "gemma2", "head_dim": 8}}
@@ -19,45 +23,72 @@ HEAD_ADAPTER = {**LLAMA, "adapter": {"type": "lora", "targets": ["lm_head"]}}
 
 def built(task: str, chunk: Any, model: dict[str, Any] | None = None, **keys: Any) -> Any:
     tiny = TINY_TASKS[task]
-    section = {**tiny.keys, "metrics": ["accuracy", "perplexity"], "vocabulary_chunk": chunk}
+    section = {**tiny.keys, "metrics": ["accuracy", "perplexity"], "logits_chunk": chunk}
+    if task.startswith("preference"):
+        del section["metrics"]
     return build_tiny(tiny_recipe(task=section, model=model or tiny.model, **keys))
 
 
-@pytest.mark.parametrize("task", ["causal_lm", "masked_lm", "seq2seq_lm"])
-def test_evaluations_in_blocks_equal_whole_logits(task: str):
-    whole, blocks = built(task, None), built(task, 7)
-    widths, matrix = [], nn.functional.linear
+@contextmanager
+def products_of(training: Any) -> Iterator[list[int]]:
+    """List the rows of each product with the weight of the head in this context."""
+    head, rows, matrix = training.model.get_output_embeddings(), [], nn.functional.linear
 
     def spied(inputs: torch.Tensor, weight: torch.Tensor, *others: Any) -> torch.Tensor:
-        widths.append(len(weight))
+        if weight.shape == head.weight.shape:
+            rows.append(inputs.flatten(0, -2).shape[0])
         return matrix(inputs, weight, *others)
 
-    microbatch = next(iter(whole.loader)).microbatches[0]
-    expected = whole.engine.eval_step(microbatch)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nn.functional, "linear", spied)
-        found = blocks.engine.eval_step(microbatch)
-    vocabulary = len(blocks.model.get_output_embeddings().weight)
-    assert widths.count(7) == vocabulary // 7
-    assert vocabulary not in widths
+        yield rows
+
+
+@pytest.mark.parametrize("task", ["causal_lm", "masked_lm", "seq2seq_lm"])
+def test_evaluations_in_chunks_equal_whole_logits(task: str):
+    whole, chunks = built(task, None), built(task, 7)
+    microbatch = next(iter(whole.loader)).microbatches[0]
+    expected = whole.engine.eval_step(microbatch)
+    with products_of(chunks) as rows:
+        found = chunks.engine.eval_step(microbatch)
+    assert len(rows) > 1
+    assert max(rows) == 7
     assert found.loss_sum == pytest.approx(expected.loss_sum, rel=1e-6)
     assert found.predictions["num_right"].equal(expected.predictions["num_right"])
     torch.testing.assert_close(found.predictions["losses"], expected.predictions["losses"], rtol=1e-6, atol=1e-6)
 
 
+_AHEAD, _AGAIN = "with loss and gradient in the forward pass", "in the forward pass and again in the backward pass"
+WAYS: dict[str, tuple[str, Any, dict[str, Any], int, str]] = {
+    "whole": ("causal_lm", "auto", {}, 1, "and their gradient takes their place"),
+    "chunks": ("causal_lm", 7, {}, 1, f"7 tokens at a time, .*, {_AHEAD}"),
+    "fp16": ("causal_lm", 7, {"precision": "fp16"}, 2, f"7 tokens at a time, .*, {_AGAIN}"),
+    "preferences": ("preference_orpo", 7, {}, 2, f"7 tokens at a time, .*, {_AGAIN}"),
+    "null": ("causal_lm", None, {}, 1, ""),
+    "gemma2": ("causal_lm", "auto", {"model": GEMMA}, 1, "whole and copied in fp32, because a model of type gemma2"),
+}
+"""The task, the chunk, the keys, the passes that compute logits, and the words of the note."""
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_a_note_tells_the_way_that_is_taken(name: str):
+    task, chunk, keys, passes, words = WAYS[name]
+    training = built(task, chunk, **keys)
+    notes = [note for note in notes_of(training.parts) if "logits" in note]
+    assert len(notes) == bool(words)
+    assert all(re.search(words, note) for note in notes)
+    batch = next(iter(training.loader))
+    with products_of(training) as rows:
+        training.engine.train_step(batch)
+    labelled = sum(one.labels.numel() for one in batch.microbatches)
+    assert (max(rows) <= 7) == (chunk == 7)
+    assert sum(rows) / labelled == pytest.approx(passes, rel=0.3)
+
+
 def test_tokens_without_a_label_have_no_logits():
     training = built("masked_lm", "auto")
     (microbatch,) = next(iter(training.loader)).microbatches
-    head, rows = training.model.get_output_embeddings(), []
-    matrix = nn.functional.linear
-
-    def spied(inputs: torch.Tensor, weight: torch.Tensor, *others: Any) -> torch.Tensor:
-        if len(weight) == len(head.weight):
-            rows.append(inputs.shape[0])
-        return matrix(inputs, weight, *others)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nn.functional, "linear", spied)
+    with products_of(training) as rows:
         training.engine.eval_step(microbatch)
     assert rows == [64]
     assert microbatch.labels.numel() > 64 >= int((microbatch.labels != IGNORED_LABEL).sum())
@@ -65,7 +96,7 @@ def test_tokens_without_a_label_have_no_logits():
 
 @pytest.mark.parametrize(("model", "why"), [(GEMMA, "of type gemma2"), (HEAD_ADAPTER, "an adapter")])
 def test_models_that_change_their_logits_keep_them_whole(model: dict[str, Any], why: str):
-    with pytest.raises(UsageError, match=f"`task.vocabulary_chunk` is a number, .*{why}"):
+    with pytest.raises(UsageError, match=f"`task.logits_chunk` is a number, .*{why}"):
         built("causal_lm", 7, model)
     auto, whole = built("causal_lm", "auto", model), built("causal_lm", None, model)
     batch = next(iter(whole.loader))

@@ -103,7 +103,7 @@ def test_a_run_learns_from_its_teacher_and_stores_none_of_it(
         (["task.type=sequence_regression", 'task.metrics=["mse"]'], "`task.type` is sequence_regression"),
         (["task.multi_label=true", 'task.labels=["a","b","c"]'], "`task.multi_label` is true"),
         (["parallel.strategy=dp"], "is not supported by `parallel.strategy` dp"),
-        (["task.type=causal_lm", 'task.metrics=["perplexity"]', "task.vocabulary_chunk=8"], "set that to null"),
+        (["task.type=causal_lm", 'task.metrics=["perplexity"]', "task.logits_chunk=8"], "set that to null"),
         (["data.max_length=24"], None),
     ],
 )

@@ -43,7 +43,7 @@ TASKS = {
         Padding(0),
     ),
     "preference_orpo": TinyTask(
-        {"type": "preference", "loss": {"type": "orpo"}, "vocabulary_chunk": 7},
+        {"type": "preference", "loss": {"type": "orpo"}, "logits_chunk": 7},
         {"config": TINY_DECODERS["gpt2"], "tokenizer": "none"},
         partial(tiny_answers, labels_prompts=True),
         Padding(0),

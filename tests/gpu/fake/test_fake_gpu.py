@@ -241,7 +241,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "compensated weights": {"precision": "bf16", "weights": "bf16_compensated"},
     **OPTIMIZERS,
     "lora": {"task": TINY_TASKS["causal_lm"].keys, "model": {**LLAMA, "adapter": {"type": "lora"}}},
-    "blocks of the vocabulary": {"task": {**TINY_TASKS["causal_lm"].keys, "vocabulary_chunk": 50}, "model": LLAMA},
+    "chunks of logits": {"task": {**TINY_TASKS["causal_lm"].keys, "logits_chunk": 20}, "model": LLAMA},
 }  # fmt: skip
 
 

@@ -43,7 +43,7 @@ ALONE: dict[str, dict[str, Any]] = {
         "model": {"config": TINY_DECODERS["llama"], "tokenizer": "none"},
     },
     "packed documents": {
-        "task": {**TINY_TASKS["causal_lm"].keys, "packing": "documents", "vocabulary_chunk": 50},
+        "task": {**TINY_TASKS["causal_lm"].keys, "packing": "documents", "logits_chunk": 50},
         "model": {"config": TINY_DECODERS["llama"], "tokenizer": "none"},
     },
 }

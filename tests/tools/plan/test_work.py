@@ -78,17 +78,21 @@ def test_recomputation_and_the_optimizer_are_no_work_of_the_model(keys):
 LLAMA: dict[str, Any] = {**TINY_DECODERS["llama"], "vocab_size": 211}
 
 
-@pytest.mark.parametrize("chunk", [None, 50], ids=["whole logits", "blocks"])
-def test_llama_has_three_times_the_products_of_its_forward_pass(chunk):
-    """The gradient of a head that computes its logits in blocks needs them again: a fourth product of the head."""
-    task = {**TINY_TASKS["causal_lm"].keys, "vocabulary_chunk": chunk}
-    totals = totals_of({"task": task, "model": {"config": LLAMA, "tokenizer": "none"}})
+@pytest.mark.parametrize(
+    ("chunk", "precision", "again"),
+    [(None, "fp32", 0), ("auto", "fp32", 0), (20, "fp32", 0), (20, "fp16", 1)],
+    ids=["torch's loss", "whole logits", "chunks", "chunks in fp16"],
+)
+def test_llama_has_three_times_the_products_of_its_forward_pass(chunk, precision, again):
+    """The gradient of a head that computes chunks of logits in fp16 needs them again: a fourth product of the head."""
+    task = {**TINY_TASKS["causal_lm"].keys, "logits_chunk": chunk}
+    totals = totals_of({"task": task, "model": {"config": LLAMA, "tokenizer": "none"}, "precision": precision})
     layers, hidden = LLAMA["num_hidden_layers"], LLAMA["hidden_size"]
     head = 2 * ROWS * LENGTH * hidden * LLAMA["vocab_size"]
     forward = products_of(LLAMA, layers) + layers * 2 * ATTENTION * hidden + head
     assert totals.model_flops == 3 * forward
     recomputed = sum(amount.flops for kind, amount in totals.work.items() if kind.phase == RECOMPUTED)
-    assert recomputed == (0 if chunk is None else head)
+    assert recomputed == again * head
     of_kernels = layers * WITHOUT_DROPOUT * ATTENTION * hidden
     assert sum(totals.flops.values()) == 3 * forward + recomputed + of_kernels
 

@@ -1,1 +1,1 @@
-"""The loss over a vocabulary in blocks, so that logits are never held whole."""
+"""The loss over a vocabulary and its gradient in the memory of the logits, without copies in fp32."""

@@ -1,19 +1,23 @@
-"""The output head of a language model without logits: it computes the losses of labelled tokens, in blocks."""
+"""The output head of a language model without logits: it computes the losses of labelled tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
 from trainer.base.errors import UsageError
-from trainer.features.chunked_head.linear_cross_entropy import LinearLayer, linear_cross_entropy
+from trainer.base.text import size
+from trainer.engine.precision import narrow_precision
+from trainer.features.chunked_head.linear_cross_entropy import LinearLayer, Passes, linear_cross_entropy
+from trainer.features.chunked_head.rows import KERNEL
 from trainer.models.families.table import FAMILIES
 from trainer.models.place import PlacedModel
 from trainer.parallel.communication import in_product_type
+from trainer.parallel.kernel_support import missing
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.parallel.pipeline.stand_ins import Absent
 from trainer.parallel.tensor.cross_entropy import VocabularyCut
@@ -23,14 +27,45 @@ from trainer.parallel.tensor.trained_rows import rows_of
 from trainer.recipe.plan import RunPlan
 from trainer.recipe.registered import asked_for
 from trainer.tasks.task import Task
+from trainer.tasks.token_labels import TokenLabels
 
-Columns = int | Literal["auto", "tokens"]
+Tokens = int | Literal["auto"]
 TokenScores = Callable[[Tensor, Tensor], Tensor]
 
-_LEAST_COLUMNS = 4096
-_LOGITS = 2**24  # 64 MiB in fp32
-_LOGITS_OF_TRAINED = 2**28  # 1 GiB in fp32
+_WHOLE_BYTES = 2**31
+_CHUNK_BYTES = 2**30  # at least some thousand tokens, because each chunk reads and writes the gradient of the weight
+_FROZEN_BYTES = 2**28
+_EVALUATED_ELEMENTS = 2**24  # 64 MiB in fp32
 _TOKENS = 64  # numbers of labelled tokens are rounded up, so that shapes recur
+
+
+class Way(NamedTuple):
+    """The way of a head from hidden states to losses.
+
+    Attributes:
+        tokens: the tokens with logits in memory at a time.
+        sums: whether all losses have the same gradient, as those of a sum.
+        keeps: whether a backward pass may run twice, as in schedules that split it.
+    """
+
+    tokens: Tokens
+    sums: bool = False
+    keeps: bool = False
+
+    @classmethod
+    def of(cls, tokens: Tokens, task: Task, plan: RunPlan) -> Way:
+        # By the functions, because a task may derive from `TokenLabels` and weigh tokens. A pipeline cuts rows off.
+        sums = all(getattr(type(task), name, None) is getattr(TokenLabels, name) for name in ("loss_sum", "scores"))
+        stages = plan.pipeline
+        return cls(tokens, sums and stages is None, stages is not None and stages.schedule.splits_backward)
+
+    def passes(self, num_tokens: int, token_bytes: int, is_trained: bool) -> Passes:
+        """Return the passes for tokens with logits of so many bytes each; of a trained head, or of a frozen one."""
+        if self.tokens != "auto":
+            return Passes(self.tokens, self.sums, self.keeps)
+        most = _WHOLE_BYTES if is_trained else _FROZEN_BYTES
+        chunk = num_tokens if num_tokens * token_bytes <= most else min(most, _CHUNK_BYTES) // token_bytes
+        return Passes(max(1, chunk), self.sums, self.keeps)
 
 
 class ChunkedHead:
@@ -40,15 +75,13 @@ class ChunkedHead:
 
     Args:
         head: the linear layer from hidden states to logits; its `forward` is replaced.
-        columns: the maximum number of columns of a block; `auto`: see `_columns`; `tokens`: blocks of tokens, each with
-            the scores of all columns.
         cut: how the vocabulary is sharded over tensor ranks; None: it is not.
-        scores: computes the scores of tokens from logits `[..., vocabulary]` and labels `[...]`, if there is one block.
+        scores: computes the scores of tokens from logits `[..., vocabulary]` and labels `[...]`, without gradients.
     """
 
-    def __init__(self, head: nn.Module, columns: Columns, cut: VocabularyCut | None, scores: TokenScores) -> None:
+    def __init__(self, head: nn.Module, way: Way, cut: VocabularyCut | None, scores: TokenScores) -> None:
         self._head: Any = head
-        self._chosen = columns
+        self._way = way
         self._cut = cut
         self._scores = scores
         self._labels: Tensor | None = None
@@ -100,77 +133,90 @@ class ChunkedHead:
     def _scores_of(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Return the scores `[tokens, 1 or 2]` for hidden states `[tokens, hidden]` and labels `[tokens]`."""
         head, weight = self._head, self._head.weight
-        if self._chosen == "tokens":
-            # The number of tokens with 64 MiB of logits.
-            step = max(1, _LOGITS // len(weight))
-            blocks = [
-                (tokens[first : first + step], labels[first : first + step]) for first in range(0, len(labels), step)
-            ]
-            return torch.cat([self._scores(self._logits(own), of) for own, of in blocks])
-        columns = self._columns(
-            self._chosen, len(labels), len(weight), torch.is_grad_enabled() and weight.requires_grad
-        )
-        if columns >= len(weight):
-            return self._scores(self._logits(tokens), labels)
+        if not torch.is_grad_enabled():
+            step = max(1, _EVALUATED_ELEMENTS // len(weight)) if self._way.tokens == "auto" else self._way.tokens
+            chunks = zip(torch.split(tokens, step), torch.split(labels, step), strict=True)
+            return torch.cat([self._scores(self._logits(own), of) for own, of in chunks])
         # The communication of a column-parallel layer, which `_logits` would do inside of its forward.
-        received = head.received(tokens) if isinstance(head, ColumnParallelLinear) else tokens
-        losses, right = linear_cross_entropy(
-            in_product_type(received),
-            LinearLayer(weight, head.bias),
-            labels,
-            self._cut or VocabularyCut(None, len(weight)),
-            columns,
-            finds_best=not torch.is_grad_enabled(),
-        )
-        return losses.unsqueeze(-1) if torch.is_grad_enabled() else torch.stack([losses, right], -1)
-
-    def _columns(self, chosen: int | Literal["auto"], num_tokens: int, num_columns: int, is_trained: bool) -> int:
-        """Return the maximum number of columns of a block.
-
-        `auto` has at least 64 MiB of logits in a block, and blocks wide enough for fast products. The weight's gradient
-        needs the logits a second time, so a trained weight has one block for logits below 1 GiB.
-        """
-        if chosen != "auto":
-            return chosen
-        if is_trained and num_tokens * num_columns < _LOGITS_OF_TRAINED:
-            return num_columns
-        return max(_LEAST_COLUMNS, _LOGITS // num_tokens)
+        received = in_product_type(head.received(tokens) if isinstance(head, ColumnParallelLinear) else tokens)
+        is_trained = weight.requires_grad or (head.bias is not None and head.bias.requires_grad)
+        passes = self._way.passes(len(labels), received.element_size() * len(weight), is_trained)
+        cut = self._cut or VocabularyCut(None, len(weight))
+        return linear_cross_entropy(received, LinearLayer(weight, head.bias), labels, cut, passes).unsqueeze(-1)
 
 
 class ChunkedHeads:
-    """The heads of a recipe's models; `columns` is that of `ChunkedHead`."""
+    """The heads of a recipe's models."""
 
-    def __init__(self, columns: Columns) -> None:
-        self._columns = columns
+    def __init__(self, way: Way) -> None:
+        self._way = way
 
     @classmethod
     def of(cls, built: Sequence[PlacedModel], task: Task, plan: RunPlan) -> Self | None:
-        """Return the heads; None without blocks, or if `auto` finds a part of the training that needs all logits.
+        """Return the heads; None if `auto` or null finds that the models return logits.
 
         Raises:
-            UsageError: a model needs its logits, but `task.vocabulary_chunk` is a number.
+            UsageError: a model needs its logits, but `task.logits_chunk` is a number.
         """
-        # A registered task may derive its section from another base.
-        chosen = getattr(plan.recipe.task, "vocabulary_chunk", None)
-        columns: Columns | None = "tokens" if task.head_blocks == "tokens" else chosen
-        if columns is None:
+        chosen = _chosen(task, plan)
+        if chosen is None:
             return None
-        needs_all = plan.strategy.single_process or asked_for("second_model", plan.recipe)
-        # A text lets the trainer choose. `dp` copies modules, but the `forward` of a copied head would call the first.
-        if isinstance(columns, str) and needs_all:
-            return None
-        why = next((why for part in built if (why := why_whole(part.model))), None)
-        # A number is the user's wish, which is refused and never dropped in silence; a text allows whole logits.
-        if why is not None and not isinstance(columns, str):
+        why = _why_whole(built, plan)
+        # A number is the user's wish, which is refused and never dropped in silence.
+        if why is not None and chosen != "auto" and not plan.strategy.single_process:
             raise UsageError(
-                f'`task.vocabulary_chunk` is a number, but the model needs its logits: {why}; set it to "auto" or null'
+                f'`task.logits_chunk` is a number, but the model needs its logits: {why}; set it to "auto" or null'
             )
-        return cls(columns) if why is None else None
+        return cls(Way.of(chosen, task, plan)) if why is None else None
+
+    @staticmethod
+    def notes(built: Sequence[PlacedModel], task: Task, plan: RunPlan, device: torch.device | None) -> list[str]:
+        """Return notes on the logits of a training; without a device, not on its kernels."""
+        if (chosen := _chosen(task, plan)) is None:
+            return []
+        if (why := _why_whole(built, plan)) is not None:
+            return [f"the logits are whole and copied in fp32, because {why}"]
+        obstacle = None if device is None or device.type == "cpu" else missing(KERNEL, device)
+        torchs = [] if obstacle is None else [f"the loss of tokens has no kernel here, because {obstacle}"]
+        return [_note(Way.of(chosen, task, plan), built[0].model, plan), *torchs]
 
     def attach(self, model: Any, cut: VocabularyCut | None, task: Task) -> ChunkedHead | None:
         """Compute the losses of a language model in its head; return None for a pipeline stage without the head."""
         head = model.get_output_embeddings()
-        return None if isinstance(head, Absent) else ChunkedHead(head, self._columns, cut, task.token_scores)
+        return None if isinstance(head, Absent) else ChunkedHead(head, self._way, cut, task.token_scores)
+
+
+def _chosen(task: Task, plan: RunPlan) -> Tokens | None:
+    # A registered task may derive its section from another base. Answers need no logits, whatever the training does.
+    chosen: Tokens | None = getattr(plan.recipe.task, "logits_chunk", None)
+    return "auto" if task.head_blocks == "tokens" else chosen
+
+
+def _why_whole(built: Sequence[PlacedModel], plan: RunPlan) -> str | None:
+    """Return why the models of a recipe must return logits; None if they need not."""
+    if plan.strategy.single_process:  # copies modules, but the `forward` of a copied head would call the first
+        return f"the strategy {plan.strategy.name} runs copies of the head at once"
+    if asked_for("second_model", plan.recipe):
+        return "a second model's logits are compared with them"
+    return next((why for part in built if (why := why_whole(part.model))), None)
+
+
+def _note(way: Way, model: Any, plan: RunPlan) -> str:
+    recipe, batch, layout = plan.recipe, plan.batch, plan.layout
+    vocabulary = -(-model.config.get_text_config().vocab_size // layout.ranks_per_row)
+    texts = recipe.task.texts_per_row or 1
+    tokens = batch.micro_batch_tokens or batch.micro_batch_size * texts * recipe.data.max_length
+    token_bytes = vocabulary * (4 if recipe.precision == "fp32" else 2)
+    head = model.get_output_embeddings()
+    is_trained = isinstance(head, Absent) or head.weight.requires_grad
+    passes = way.passes(tokens, token_bytes, is_trained)
+    if passes.rows >= tokens and is_trained:
+        return f"the head keeps up to {size(tokens * token_bytes)} of logits, and their gradient takes their place"
+    chunk = min(tokens, passes.rows)
+    at_once = f"the head computes the logits of {chunk:,} tokens at a time, {size(chunk * token_bytes)}"
+    if narrow_precision(recipe.precision) is not None or (is_trained and not way.sums):
+        return f"{at_once}, in the forward pass and again in the backward pass"
+    return f"{at_once}, with loss and gradient in the forward pass"
 
 
 def why_whole(model: Any) -> str | None:
@@ -182,7 +228,7 @@ def why_whole(model: Any) -> str | None:
     head = model.get_output_embeddings()
     if isinstance(head, Absent):
         return None
-    # The blocks multiply by the head's weight directly, so nothing may change its output.
+    # The losses multiply by the head's weight directly, so nothing may change its output.
     if product_of(head) is not None or rows_of(head) is not None or head._forward_hooks:
         return "an adapter changes the logits of its head"
     if type(head) not in (nn.Linear, ColumnParallelLinear):

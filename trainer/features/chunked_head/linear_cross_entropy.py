@@ -1,30 +1,26 @@
-"""Cross entropy of a linear layer over a vocabulary, in blocks of the vocabulary: the logits are never held whole.
+"""Cross entropy of a linear layer over a vocabulary, without a copy of the logits in fp32.
 
-One pass over the blocks gives each row's loss and the gradient of its input, as attention does for its values (Rabe and
-Staats 2021, arXiv:2112.05682): both are sums over the vocabulary that are rescaled when a larger logit appears. Only
-the gradient of a trained weight needs the logits again, because it needs the whole sum first (Wijmans et al. 2024,
-arXiv:2411.09009).
+The logits exist once, in the type of the products, and their gradient takes their place. Whole logits are kept for the
+backward pass. In chunks of rows, the forward pass computes the gradients too, if all losses have the same gradient: the
+backward pass multiplies them by it (Hsu et al. 2024, arXiv:2410.10989). Else, chunks are computed again.
 
 `torch.nn.functional.linear_cross_entropy` is not used. It is missing before torch 2.13, cannot sum over tensor ranks,
-and takes one gradient for all rows. Its chunks of rows add a matrix of the weight's size for each chunk.
+and takes one gradient for all rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from trainer.parallel.dtypes import at_least_fp32, product_in_fp32
-from trainer.parallel.groups import group_size, index_in_group
-from trainer.parallel.microbatch import IGNORED_LABEL
-from trainer.parallel.shards.slices import bounds_of_part
-from trainer.parallel.tensor.cross_entropy import VocabularyCut, target_columns
+from trainer.features.chunked_head.rows import losses_and_gradients_, losses_of, write_gradients_
+from trainer.parallel.dtypes import NARROW, at_least_fp32, computes_on_cpu, product_in_fp32
+from trainer.parallel.tensor.cross_entropy import VocabularyCut
 
 
 class LinearLayer(NamedTuple):
@@ -34,171 +30,178 @@ class LinearLayer(NamedTuple):
     bias: Tensor | None
 
 
-def linear_cross_entropy(
-    x: Tensor, layer: LinearLayer, labels: Tensor, cut: VocabularyCut, num_columns: int, finds_best: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Return the losses of rows as `vocab_parallel_cross_entropy` of `x @ weight.T + bias`, and if each is right.
+class Passes(NamedTuple):
+    """The way of the passes.
+
+    Attributes:
+        rows: the maximum number of rows with logits in memory.
+        sums: whether all losses have the same gradient, as those of a sum.
+        keeps: whether the backward pass may run again, as for schedules that split it: it then copies the logits.
+    """
+
+    rows: int
+    sums: bool = False
+    keeps: bool = False
+
+
+def linear_cross_entropy(x: Tensor, layer: LinearLayer, labels: Tensor, cut: VocabularyCut, passes: Passes) -> Tensor:
+    """Return the losses of rows as `vocab_parallel_cross_entropy` of `x @ weight.T + bias`.
 
     Products are in the type of `x`, and all else in fp32 at least. Each rank of `cut.group` must call this function
     with the same `x`, with `f` applied to it. Columns beyond the vocabulary are padding.
 
     Args:
         x: the input `[rows, hidden]`.
-        labels: integer labels `[rows]`, or `IGNORED_LABEL`; equal on all ranks.
-        num_columns: the maximum number of columns of a block.
-        finds_best: whether to compare each label with the first of the largest logits; else, no row is right.
+        labels: integer labels `[rows]`, or the ignored label; equal on all ranks.
 
     Returns:
-        The losses and 1 for right rows, else 0, both `[rows]` in fp32 (fp64 for fp64 inputs), equal on all ranks.
+        The losses `[rows]` in fp32 (fp64 for fp64 inputs), equal on all ranks.
 
     Raises:
-        RuntimeError: a label is neither ignored nor in the vocabulary; a GPU fails with a device-side assertion.
+        RuntimeError: a label is neither ignored nor in the vocabulary. In the kernel for GPUs, its loss is NaN.
     """
-    result = _LinearCrossEntropy.apply(x, *layer, labels.long(), cut, num_columns, finds_best)  # type: ignore[no-untyped-call]
-    return cast(tuple[Tensor, Tensor], result)
-
-
-class _Block(NamedTuple):
-    first: int
-    last: int
-    logits: Tensor
-    weight: Tensor
-    target: Tensor
-    """The column of each row's label in the block `[rows, 1]`; 0 if it is elsewhere."""
-    has_label: Tensor
+    labels = labels.long().contiguous()
+    chunks = _chunks(len(x), passes.rows)
+    is_trained = any(one is not None and one.requires_grad for one in layer)
+    # Each row of a frozen layer has a gradient of its own. In fp16, small gradients need the scale of the loss.
+    is_ahead = x.dtype != NARROW and (not is_trained or (passes.sums and len(chunks) > 1))
+    function = _GradientsAhead if is_ahead else _GradientsLater
+    result = function.apply(x, *layer, labels, cut, chunks, passes.keeps)  # type: ignore[no-untyped-call]
+    return cast(Tensor, result)
 
 
 class _Logits(nn.Module):
-    """The logits of a block in fp32 at least; a module, because plans count one in a backward pass as recomputed."""
+    """The logits of rows; a module, because plans count one in a backward pass as recomputed."""
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return at_least_fp32(F.linear(x, weight, bias))
+    def forward(self, x: Tensor, layer: LinearLayer) -> Tensor:
+        return F.linear(x, *layer)
 
 
 _logits = _Logits()
 
 
-def _blocks(x: Tensor, layer: LinearLayer, labels: Tensor, cut: VocabularyCut, num_columns: int) -> Iterator[_Block]:
-    """Yield the blocks of this rank's columns, without padding; their logits are fresh, and in fp32 at least."""
-    start, stop = bounds_of_part(cut.size, index_in_group(cut.group), group_size(cut.group))
-    ignored = labels == IGNORED_LABEL
-    for first in range(0, stop - start, num_columns):
-        last = min(first + num_columns, stop - start)
-        weight = layer.weight[first:last].to(x.dtype)
-        bias = None if layer.bias is None else layer.bias[first:last].to(x.dtype)
-        logits = _logits(x, weight, bias)
-        target, elsewhere = target_columns(labels, ignored, start + first, last - first, cut.size)
-        yield _Block(first, last, logits, weight, target.unsqueeze(1), ~elsewhere)
+class _Gradients:
+    """The gradients of the inputs and of a layer, from those of logits.
 
-
-class _LinearCrossEntropy(torch.autograd.Function):
-    """For each row with logits z and label y, over the other columns v: m = max z_v and s = sum exp(z_v - m).
-
-    With d = log s + m - z_y and q = sigmoid(d) = 1 - p_y, the loss is log(1 + exp d). The gradient of z_y is -q, and
-    that of z_v is exp(z_v - m) q / s.
+    Args:
+        layer: the layer in the type of the inputs.
+        needed: whether inputs, weight and bias have a gradient.
+        is_wide: whether sums over rows are in fp32 at least.
     """
+
+    def __init__(self, x: Tensor, layer: LinearLayer, needed: Sequence[bool], is_wide: bool) -> None:
+        self._inputs, self._layer, self._needed, self._is_wide = x, layer, needed, is_wide
+        self._of_x: list[Tensor] = []
+        self.weight: Tensor | None = None
+        self.bias: Tensor | None = None
+
+    @property
+    def x(self) -> Tensor | None:
+        return torch.cat(self._of_x) if len(self._of_x) > 1 else next(iter(self._of_x), None)
+
+    def add(self, rows: slice, slopes: Tensor) -> None:
+        """Add the gradients of rows by those of their logits `[rows, columns]`."""
+        if self._needed[0]:
+            self._of_x.append(slopes @ self._layer.weight)
+        if self._needed[1]:
+            self.weight = _sum_with(self.weight, slopes.t(), self._inputs[rows], self._is_wide)
+        if self._needed[2]:
+            own = slopes.sum(0, dtype=at_least_fp32(slopes[:0]).dtype)
+            self.bias = own if self.bias is None else self.bias.add_(own)
+
+
+def _sum_with(total: Tensor | None, a: Tensor, b: Tensor, is_wide: bool) -> Tensor:
+    """Return the sum of `a @ b` and `total`, which may change; with `is_wide` in fp32 at least."""
+    if not is_wide or a.dtype.itemsize > 2:
+        return a @ b if total is None else total.addmm_(a, b)
+    if total is None:
+        return product_in_fp32(a, b)
+    if computes_on_cpu(a):
+        return total.addmm_(a.float(), b.float())
+    return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+
+
+class _GradientsAhead(torch.autograd.Function):
+    """Gradients in the forward pass, for losses with the gradient 1; those of a layer take that of the first loss."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        cut: VocabularyCut,
-        num_columns: int,
-        finds_best: bool,
-    ) -> tuple[Tensor, Tensor]:
-        layer = LinearLayer(weight, bias)
-        ignored = labels == IGNORED_LABEL
-        rows = at_least_fp32(x.new_zeros(len(labels)))
-        # The lowest number in place of -inf: a block may have the label's column only, and -inf minus -inf is NaN.
-        maximum, sums, at_label = torch.full_like(rows, torch.finfo(rows.dtype).min), rows.clone(), rows.clone()
-        place = torch.full_like(labels, cut.size)
-        start, _ = bounds_of_part(cut.size, index_in_group(cut.group), group_size(cut.group))
-        slope = torch.zeros_like(x, dtype=rows.dtype) if ctx.needs_input_grad[0] else None
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, cut: VocabularyCut,
+        chunks: Sequence[slice], keeps: bool,
+    ) -> Tensor:  # fmt: skip
+        losses, needed = [], ctx.needs_input_grad[:3]
         with torch.autocast(x.device.type, enabled=False):
-            for block in _blocks(x, layer, labels, cut, num_columns):
-                logits, found = block.logits, block.logits.gather(1, block.target)
-                at_label = torch.where(block.has_label, found.squeeze(1), at_label)
-                # z_y leaves the sums: a row with p_y near 1 would lose its digits in 1 - p_y.
-                logits.scatter_(1, block.target, found.masked_fill(block.has_label.unsqueeze(1), -torch.inf))
-                if finds_best:
-                    top, column = logits.max(1)
-                    place = torch.where(top > maximum, column + start + block.first, place)
-                else:
-                    top = logits.amax(1)
-                larger = torch.maximum(maximum, top)
-                shrinks, maximum = (maximum - larger).exp_(), larger  # makes earlier sums relative to the new maximum
-                exponentials = logits.sub_(maximum.unsqueeze(1)).exp_()
-                sums = sums * shrinks + exponentials.sum(1)
-                if slope is not None:
-                    _add_product_(slope.mul_(shrinks.unsqueeze(1)), exponentials.to(x.dtype), block.weight)
-            here = maximum
-            if group_size(cut.group) > 1:
-                maximum = here.clone()
-                dist.all_reduce(maximum, dist.ReduceOp.MAX, cut.group)
-                # The sums become relative to the maximum of all ranks; a rank without the label has 0 for its logit.
-                shared = torch.stack([sums * (here - maximum).exp_(), at_label])
-                dist.all_reduce(shared, group=cut.group)
-                sums, at_label = shared.unbind()
-            # With a large maximum, its sum with the logarithm would lose digits.
-            distance = (maximum - at_label) + sums.log()
-            wrong = torch.sigmoid(distance).masked_fill_(ignored, 0.0)
-            share = torch.where(sums == 0, 0.0, wrong / sums)  # a vocabulary of one token has no other column
-            if slope is not None:
-                slope.mul_((share * (here - maximum).exp_()).unsqueeze(1))
-                own, elsewhere = target_columns(labels, ignored, start, len(weight), cut.size)
-                slope.addcmul_(
-                    weight.index_select(0, own).to(x.dtype), wrong.masked_fill(elsewhere, 0.0).unsqueeze(1), value=-1
-                )
-            losses = F.softplus(distance).masked_fill_(ignored, 0.0)
-            right = rows
-            if finds_best:
-                if group_size(cut.group) > 1:
-                    place = place.masked_fill(here != maximum, cut.size)
-                    dist.all_reduce(place, dist.ReduceOp.MIN, cut.group)
-                # The maximum is that of the other columns. Of equal logits, the first column wins, as in `argmax`.
-                wins = (at_label > maximum) | ((at_label == maximum) & (labels < place))
-                right = (wins & ~ignored).to(rows.dtype)
-        ctx.save_for_backward(x, weight, bias, labels, maximum, wrong, share, slope)
-        ctx.cut, ctx.num_columns = cut, num_columns
-        ctx.mark_non_differentiable(right)
-        return losses, right
+            layer = _in_type_of(x, weight, bias)
+            gradients = _Gradients(x, layer, needed, is_wide=True)
+            for rows in chunks:
+                logits = F.linear(x[rows], *layer)
+                losses.append(losses_and_gradients_(logits, labels[rows], cut))
+                gradients.add(rows, logits)
+        ctx.save_for_backward(gradients.x, gradients.weight, gradients.bias)
+        ctx.types = _types(weight, bias)
+        return torch.cat(losses)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, labels, maximum, wrong, share, slope = ctx.saved_tensors
-        of_x = None if slope is None else (slope * grad.unsqueeze(1)).to(x.dtype)
-        is_narrow = x.dtype == torch.float16  # sums over rows may leave its range
-        of_weight, of_bias = (
-            torch.empty_like(one, dtype=torch.float32 if is_narrow else None) if needed else None
-            for one, needed in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
-        )
-        start, stop = bounds_of_part(ctx.cut.size, index_in_group(ctx.cut.group), group_size(ctx.cut.group))
-        for of_columns in (of_weight, of_bias):
-            if of_columns is not None:
-                # Padded columns are in no block, so nothing else writes their gradient.
-                of_columns[stop - start :] = 0.0
-        if of_weight is not None or of_bias is not None:
-            others, at_label = share * grad, -wrong * grad
-            for block in _blocks(x, LinearLayer(weight, bias), labels, ctx.cut, ctx.num_columns):
-                slopes = block.logits.sub_(maximum.unsqueeze(1)).exp_().mul_(others.unsqueeze(1))
-                # A row with its label elsewhere has the target 0, and `where` gives this column its own slope back.
-                found = slopes.gather(1, block.target).squeeze(1)
-                slopes.scatter_(1, block.target, torch.where(block.has_label, at_label, found).unsqueeze(1))
-                if of_weight is not None:
-                    rounded = slopes.to(x.dtype).t()
-                    of_weight[block.first : block.last] = product_in_fp32(rounded, x) if is_narrow else rounded @ x
-                if of_bias is not None:
-                    of_bias[block.first : block.last] = slopes.sum(0)
-        return of_x, of_weight, of_bias, None, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        of_x, *of_layer = ctx.saved_tensors
+        own = None if of_x is None else (of_x * grad.unsqueeze(1)).to(of_x.dtype)
+        # In place, so a second backward pass is an error of torch.
+        scaled = [None if one is None else one.mul_(grad[0]) for one in of_layer]
+        return own, *_in_types(scaled, ctx.types), *[None] * 4
 
 
-def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add `a @ b` in place, without a copy of the product if it has the type of the total."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    else:
-        total.add_(a @ b)
+class _GradientsLater(torch.autograd.Function):
+    """Gradients in the backward pass, in the memory of the logits; several chunks compute their logits again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, cut: VocabularyCut,
+        chunks: Sequence[slice], keeps: bool,
+    ) -> Tensor:  # fmt: skip
+        losses, statistics = [], []
+        with torch.autocast(x.device.type, enabled=False):
+            layer = _in_type_of(x, weight, bias)
+            for rows in chunks:
+                logits = F.linear(x[rows], *layer)
+                loss, found = losses_of(logits, labels[rows], cut)
+                losses.append(loss)
+                statistics.append(found)
+        ctx.save_for_backward(x, *layer, labels, logits if len(chunks) == 1 else None, *statistics)
+        ctx.cut, ctx.chunks, ctx.keeps, ctx.types = cut, chunks, keeps, _types(weight, bias)
+        return torch.cat(losses)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, labels, logits, *statistics = ctx.saved_tensors
+        layer, grad = LinearLayer(weight, bias), grad.contiguous()
+        # Sums in fp16 may leave its range.
+        is_wide = len(ctx.chunks) > 1 or x.dtype == NARROW or ctx.types[0] != x.dtype
+        gradients = _Gradients(x, layer, ctx.needs_input_grad[:3], is_wide)
+        if logits is not None and ctx.keeps:
+            logits = logits.clone()
+        for rows, found in zip(ctx.chunks, statistics, strict=True):
+            slopes = _logits(x[rows], layer) if logits is None else logits
+            write_gradients_(slopes, labels[rows], found, grad[rows], ctx.cut)
+            gradients.add(rows, slopes)
+        of_layer = [gradients.weight, gradients.bias]
+        return gradients.x, *(of_layer if x.dtype == NARROW else _in_types(of_layer, ctx.types)), *[None] * 4
+
+
+def _chunks(num_rows: int, most: int) -> list[slice]:
+    """Return chunks of rows, of about equal sizes."""
+    size = max(1, -(-num_rows // max(1, -(-num_rows // most))))
+    return [slice(first, min(first + size, num_rows)) for first in range(0, max(1, num_rows), size)]
+
+
+def _in_type_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> LinearLayer:
+    return LinearLayer(weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def _types(weight: Tensor, bias: Tensor | None) -> tuple[torch.dtype, torch.dtype]:
+    return weight.dtype, weight.dtype if bias is None else bias.dtype
+
+
+def _in_types(tensors: Sequence[Tensor | None], types: Sequence[torch.dtype]) -> list[Tensor | None]:
+    return [None if tensor is None else tensor.to(own) for tensor, own in zip(tensors, types, strict=True)]

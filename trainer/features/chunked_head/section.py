@@ -10,8 +10,8 @@ from trainer.recipe.schema.task_keys import VocabularyKeys
 
 
 class ChunkKeys(VocabularyKeys):
-    """The size of a block of the vocabulary."""
+    """The tokens of a chunk."""
 
-    vocabulary_chunk: Annotated[int, Field(ge=1)] | Literal["auto"] | None = "auto"
-    """Tokens of the vocabulary with logits in memory at a time, with equal results. `auto`: at least 4,096, for logits
-    of more than 64 MiB, or 1 GiB if the head is trained. null: all."""
+    logits_chunk: Annotated[int, Field(ge=1)] | Literal["auto"] | None = "auto"
+    """Tokens with logits in memory at a time, with equal results. `auto`: all, up to 2 GiB of logits; above, 1 GiB at a
+    time. null: the model returns its logits."""

@@ -51,8 +51,8 @@ def contradictions(distillation: Distillation, task: TaskSection, parallel: Para
     if getattr(task, "multi_label", False):
         text = "compares the probabilities of one class for each row, but `task.multi_label` is true; remove it"
         yield clash(text, "distillation", "task.multi_label")
-    if isinstance(getattr(task, "vocabulary_chunk", None), int):
-        text = "needs the logits of the whole vocabulary, but `task.vocabulary_chunk` is a number; set that to null"
-        yield clash(text, "distillation", "task.vocabulary_chunk")
+    if isinstance(getattr(task, "logits_chunk", None), int):
+        text = "needs the logits of the whole vocabulary, but `task.logits_chunk` is a number; set that to null"
+        yield clash(text, "distillation", "task.logits_chunk")
     if parallel.strategy == "dp":
         yield clash(NO_DP, "distillation", "parallel.strategy")

@@ -26,7 +26,9 @@ _FLASH = "_scaled_dot_product_flash_attention"
 _LIKE = {f"{_FLASH}_for_cpu": _FLASH, f"{_FLASH}_for_cpu_backward": f"{_FLASH}_backward"}
 _LIKE |= {"addmm_": "addmm", "baddbmm_": "baddbmm"}
 FLOPS = ChainMap(
-    {getattr(torch.ops.aten, name): flop_registry[getattr(torch.ops.aten, like)] for name, like in _LIKE.items()},
+    {getattr(torch.ops.aten, name): flop_registry[getattr(torch.ops.aten, like)] for name, like in _LIKE.items()}
+    # Torch's formula does not take the type of the result.
+    | {torch.ops.aten.addmm: lambda total, *others, **named: flop_registry[torch.ops.aten.mm](*others, **named)},
     flop_registry,
 )
 """Formulas of the floating-point operations of matrix products and attention, by operation; kernels add theirs.
