@@ -5,7 +5,8 @@ schema, the command line, the strategies, the schedules, the checks or the shipp
 out of date. The measured figures come from `docs/parity.json`, which `python -m tests.parity.measure` writes, from
 `docs/throughput.json` of `python -m tests.benchmarks.throughput --store`, from `docs/operations.json` of
 `python -m tests.benchmarks.operations --store`, from `docs/compiled_kernels.json` of
-`python -m tests.benchmarks.compiled_kernels --store`, from `docs/house.json` of `python -m tests.house --store`, and
+`python -m tests.benchmarks.compiled_kernels --store`, from `docs/compiled_layers.json` of
+`python -m tests.benchmarks.compiled_layers --store`, from `docs/house.json` of `python -m tests.house --store`, and
 from the results of `make gpu` in `docs/gpu/DEVICE.json`.
 """
 
@@ -46,6 +47,7 @@ from trainer.tools.plan.hardware import known_devices
 ROOT = Path(__file__).resolve().parents[1]
 PARITY = ROOT / "docs" / "parity.json"
 OPERATIONS = ROOT / "docs" / "operations.json"
+COMPILED_LAYERS = ROOT / "docs" / "compiled_layers.json"
 COMPILED_KERNELS = ROOT / "docs" / "compiled_kernels.json"
 THROUGHPUT = ROOT / "docs" / "throughput.json"
 GPUS = ROOT / "docs" / "gpu"
@@ -360,6 +362,20 @@ def operations(figures: Mapping[str, Mapping[str, float]]) -> str:
     return _table(("", *layouts), [(name, *(cells.get(one, "-") for one in layouts)) for name, cells in found.items()])
 
 
+def compiled_layers(figures: Mapping[str, Mapping[str, float]]) -> str:
+    """Return a table of the operations and bytes of layers, uncompiled and compiled."""
+    rows = [
+        (
+            name,
+            f"{row['operations']}, {row['gigabytes']:.2f} GB",
+            f"{row['compiled_kernels']}, {row['compiled_gigabytes']:.2f} GB",
+            f"{row['bytes_ratio']:.2f}",
+        )
+        for name, row in figures.items()
+    ]
+    return _table(("a layer of", "uncompiled", "compiled", "bytes"), rows)
+
+
 def compiled_kernels(most: Mapping[str, tuple[int, int]]) -> str:
     """Return a table of the most memory that the kernels of a group use on each GPU, and of the compiled cases."""
     found: dict[str, dict[str, list[tuple[int, int]]]] = {}
@@ -628,6 +644,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "coming_from_training_arguments": lambda: _counterparts(TRAINING_ARGUMENTS),
     "command_line": _command_line,
     "exclusions": _exclusions,
+    "compiled_layers": lambda: compiled_layers(_read(COMPILED_LAYERS)),
     "compiled_kernels": lambda: compiled_kernels(_read(COMPILED_KERNELS)["most"]),
     "families": _families,
     "faults": _faults,

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from torch import Tensor, fx
 from torch._dynamo.device_interface import CudaInterface
 from torch._inductor import compile_fx, scheduler
 from torch._inductor.debug import DebugContext
+from torch._inductor.fx_passes import reinplace
 from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.virtualized import V
@@ -45,10 +47,15 @@ _H100 = SimpleNamespace(
 class Graph:
     """The code of one graph: a forward or a backward pass."""
 
+    kind: int  # the number of the compiled function, of which it is one pass
     is_backward: bool
     code: str
     num_bytes: int  # that its kernels read and write
     saved: list[tuple[torch.dtype, int]]  # the types of its outputs, and their numbers of elements
+
+    @property
+    def num_kernels(self) -> int:
+        return len(self.kernels) + len(self.others)
 
     @property
     def kernels(self) -> list[str]:
@@ -67,14 +74,6 @@ class Written:
 
     graphs: list[Graph] = field(default_factory=list)
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(graph.num_bytes for graph in self.graphs)
-
-    @property
-    def num_kernels(self) -> int:
-        return sum(len(graph.kernels) + len(graph.others) for graph in self.graphs)
-
 
 @contextmanager
 def written_for_gpu(
@@ -87,14 +86,14 @@ def written_for_gpu(
         run: makes the function that computes a graph from its code; None: results have no values.
         tracing: opens a context for the tracing of graphs.
     """
-    written = Written()
+    written, kinds = Written(), list[int]()
 
-    def inner(module: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+    def inner(module: fx.GraphModule, inputs: Sequence[Any], kind: int, **options: Any) -> Any:
         code, num_bytes = _write(_copied(module), inputs, bool(options.get("is_backward")))
         (outputs,) = next(iter(reversed(module.graph.nodes))).args
         values = [node.meta["val"] if isinstance(node, fx.Node) else node for node in outputs]
         saved = [(x.dtype, int(x.numel())) for x in values if isinstance(x, Tensor)]
-        written.graphs.append(Graph(bool(options.get("is_backward")), code, num_bytes, saved))
+        written.graphs.append(Graph(kind, bool(options.get("is_backward")), code, num_bytes, saved))
         if run is not None:
             call = run(code)
             return compile_fx.make_boxed_func(lambda *arguments: call([*arguments]))
@@ -104,7 +103,8 @@ def written_for_gpu(
         with ExitStack() as stack:
             if tracing is not None:
                 stack.enter_context(tracing())
-            return compile_fx.compile_fx(module, inputs, inner_compile=inner)
+            kinds.append(len(kinds))
+            return compile_fx.compile_fx(module, inputs, inner_compile=partial(inner, kind=kinds[-1]))
 
     with (
         mock.patch.object(compiled, "BACKEND", backend),
@@ -157,6 +157,11 @@ def _write(module: fx.GraphModule, inputs: Sequence[Any], is_backward: bool) -> 
     return code.value, num_bytes
 
 
+def _scattered(whole: Tensor, part: Tensor, views: Sequence[Any]) -> Tensor:
+    """Return the whole, without the copy of a part, which the CPU build of torch refuses for tensors of a GPU."""
+    return whole
+
+
 @contextmanager
 def _absent_gpu() -> Iterator[None]:
     DeviceProperties.create.cache_clear()
@@ -177,6 +182,7 @@ def _absent_gpu() -> Iterator[None]:
         )
         for owner, name, answer in answers:
             stack.enter_context(mock.patch.object(owner, name, mock.Mock(return_value=answer)))
+        stack.enter_context(mock.patch.object(reinplace, "_inplace_generalized_scatter", _scattered))
         stack.enter_context(mock.patch.object(driver, "_active", AbsentGpu(CAPABILITY)))
         yield
     DeviceProperties.create.cache_clear()
