@@ -264,6 +264,15 @@ def test_a_cpu_is_refused():
         CudaCapture(torch.device("cpu"))
 
 
+@pytest.mark.slow
+def test_ranks_that_capture_at_different_steps_send_the_same_messages(ranks: RankPools):
+    # Microbatches of many widths, and of one row or two: a rank replays a pass that another one runs eagerly.
+    recipe = tiny_recipe(data={"pad_to": 8}, training={"global_batch_size": 9, "micro_batch_size": 2})
+    whole, parted = (ranks(3).run(train_in_parts, parts, recipe) for parts in (1, 4))
+    assert [curve for curve, _ in parted] == [curve for curve, _ in whole]
+    assert len({len(events) for _, events in parted}) > 1
+
+
 def train_then_capture(recipe: Recipe, eager: int, fails: bool = False) -> tuple[Curve, int, list[str]]:
     """Train with graphs from a later step on, and return the curve, the replays and the reports."""
     reports: list[str] = []

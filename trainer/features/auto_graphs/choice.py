@@ -29,6 +29,7 @@ LAST_STEP = 200
 _WARM_UP = 5  # steps of a start that compile kernels and fill caches
 _LEAST_STEPS = 5  # measured ones
 _MOST_SHAPES = 8  # of microbatches, before a note on `data.pad_to`
+_OLDEST_SECONDS = 1.0  # of a reference: the clocks of host and device drift
 _UNKNOWN = -1.0
 
 
@@ -51,7 +52,8 @@ class HostShare:
     ) -> None:
         self._is_idle, self._event, self._clock = is_idle, event, clock
         self._reference: tuple[Any, float] | None = None  # an event that passed at once, and its time on the host
-        self._ends: list[tuple[Any, float, float]] = []  # event, time on the host, and duration of each step
+        # The reference, the event at the end, its time on the host and the duration of the last steps.
+        self._ends: deque[tuple[tuple[Any, float] | None, Any, float, float]] = deque(maxlen=2 * _LEAST_STEPS)
         self._shares: deque[float] = deque(maxlen=2 * _LEAST_STEPS)
         self._steps = 0
 
@@ -63,11 +65,13 @@ class HostShare:
             yield
             return
         begin = self._clock()
-        if self._reference is None and self._is_idle():
+        if self._is_idle():
             self._reference = self._recorded(), self._clock()
+        elif self._reference and begin - self._reference[1] > _OLDEST_SECONDS:
+            self._reference = None
         yield
         end = self._clock()
-        self._ends.append((self._recorded(), end, end - begin))
+        self._ends.append((self._reference, self._recorded(), end, end - begin))
 
     def _recorded(self) -> Any:
         event = self._event()
@@ -76,17 +80,18 @@ class HostShare:
 
     def read(self) -> float | None:
         """Return the share, 0 to 1, in the median of the last steps; None before there are enough."""
-        passed = [one for one in self._ends if one[0].query()]
-        for event, at, duration in passed:
-            # A device that was busy at the begin of each step never waits for the host.
-            self._shares.append(0.0 if self._reference is None else 1 - min(1.0, self._lag(event, at) / duration))
-        self._ends, self._reference = [], None  # a new reference, since the clocks of host and device drift
+        for reference, event, at, duration in self._ends:
+            if event.query():
+                # A device that was busy at the begin of each step never waits for the host.
+                self._shares.append(1 - min(1.0, _lag(reference, event, at) / duration) if reference else 0.0)
+        self._ends.clear()
         return median(self._shares) if len(self._shares) >= _LEAST_STEPS else None
 
-    def _lag(self, event: Any, at: float) -> float:
-        assert self._reference is not None
-        reference, begin = self._reference
-        return max(0.0, 1e-3 * float(reference.elapsed_time(event)) - (at - begin))
+
+def _lag(reference: tuple[Any, float], event: Any, at: float) -> float:
+    """Return the seconds from the record of an event on the host until the device passed it."""
+    passed, begin = reference
+    return max(0.0, 1e-3 * float(passed.elapsed_time(event)) - (at - begin))
 
 
 class Choice:
