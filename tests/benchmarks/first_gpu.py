@@ -168,9 +168,9 @@ def measurements(is_long: bool, tiny: bool = False, plans: Path | None = None) -
         part("loops", 150, *figures, "--headlines", "--contestants", "compiled", "captured", "plain",
              "--variants", budget.EAGER),
         part("ours", 110, *figures, "--headlines", *ours, budget.GRAPHS, "compiled", budget.BOTH),
-        part("attention", 45, *ceilings, "attention"),
+        part("attention_kernels", 45, *ceilings, "attention"),
         part("heads", 30, *figures, "--models", "Llama 1B", *ours, "CUDA graphs, whole logits"),
-        part("graphs", 25, *profile, f"BERT-base, {budget.EAGER}"),
+        part("graph_work", 25, *profile, f"BERT-base, {budget.EAGER}"),
         part("updates", 20, *ceilings, "updates"),
     ]  # fmt: skip
     return short if not is_long else [*short, *_long_measurements(figures)]

@@ -229,13 +229,15 @@ def test_the_parts_of_the_first_minutes_name_files_that_exist():
 
 def test_the_measurements_fit_into_nine_minutes_in_the_order_of_their_value():
     parts = first_gpu.measurements(is_long=False)
-    order = ["ceilings", "profile", "loops", "ours", "attention", "heads", "graphs", "updates"]
+    order = ["ceilings", "profile", "loops", "ours", "attention_kernels", "heads", "graph_work", "updates"]
     assert [part.name for part in parts] == order
     assert sum(part.limit_seconds for part in parts) <= 9 * 60 - 2 * first_gpu.LEAST_SECONDS
     names = {case.name for case in gpu_cases()}
     trainings = [one.place[1] for one in budget.budget() if one.file in ("loops", "ours")]
     assert set(trainings) <= names
     assert {one.file for one in budget.budget()} <= set(order)
+    every = [*checks(), *first_gpu.beside_cpu(), first_gpu.sample("run_resumed"), *first_gpu.measurements(is_long=True)]
+    assert len({part.name for part in every}) == len(every), "each part has a file of its own"
 
 
 def test_a_budget_names_the_wrong_assumption(tmp_path: Path):
@@ -261,6 +263,17 @@ def test_a_refused_combination_is_named_and_the_others_run(tmp_path: Path):
     found = json.loads((tmp_path / "ours.json").read_text())["training"]
     assert "CUDA" in found[refused.name]["error"] or "GPU" in found[refused.name]["error"]
     assert found[trained.name]["step_seconds"] > 0
+
+
+@pytest.mark.slow
+def test_the_first_minutes_on_a_gpu_are_rehearsed_with_tiny_models(tmp_path: Path):
+    out = tmp_path / "out"
+    assert first_gpu.main(["--tiny", "--minutes", "90", "--only", "ceilings", "graph_work", "--out", str(out)]) == 0
+    heading, *lines = (out / "budget.txt").read_text().splitlines()
+    assert "rehearsal" in heading
+    assert len(lines) == len(list(budget.budget()))
+    shown = [line.partition(":")[0] for line in lines if "not measured" not in line]
+    assert shown == ["products of BERT-large", "copies", "operations of BERT-base without graphs"]
 
 
 def test_plans_of_another_device_have_no_times(tmp_path: Path):
