@@ -172,7 +172,7 @@ def test_addresses_that_16_does_not_divide():
 def test_copies_side_by_side(dim: int, dtype: torch.dtype):
     """Those of q, k and v in one tensor, which a product reads; along dimension 1 their rows lie apart."""
     optimizer, parameters = built([torch.randn(40, 48) for _ in range(3)])
-    optimizer._update._rounded = dtype
+    optimizer._by_kernel._rounded = dtype
     joined = torch.empty((120, 48) if dim == 0 else (40, 144), dtype=dtype)
     for parameter, memory in zip(parameters, joined.chunk(3, dim), strict=True):
         copied(parameter, memory=memory)

@@ -92,7 +92,7 @@ class _Reader(OptimizerUpdate):
 def test_other_parameters_are_stepped_by_torch(assumed, sections: dict[str, Any], weight: torch.Tensor, reason: str):
     trained = TrainedParameters({"layer": nn.Parameter(weight)}, recipe=tiny_recipe(**sections))
     optimizer = build_optimizer(AdamW(), trained)
-    assert optimizer._update == reason or (reason is None and optimizer.scales_gradients)
+    assert optimizer._by_kernel == reason or (reason is None and optimizer.scales_gradients)
     assert (kept_copy(trained.named["layer"]) is None) == (reason is not None)
 
 

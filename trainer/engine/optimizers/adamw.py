@@ -43,29 +43,29 @@ class PartlyAdamW(EngineOptimizer, torch.optim.AdamW):
 class AdamW(EngineOptimizer, torch.optim.AdamW):
     """AdamW, stepped by the registered kernel where it runs, and else by torch."""
 
-    _update: Any = "the recipe changes its update"  # that of the kernel, or the reason why torch steps
+    _by_kernel: Any = "the recipe changes its update"  # that of the kernel, or the reason why torch steps
 
     @classmethod
     def build(cls, section: schema.AdamW, trained: TrainedParameters) -> AdamW:
         optimizer = cls(trained.groups(section), **adamw_options(section, trained))
         device = next((local_part(parameter).device for parameter in trained.trainable.values()), torch.device("cpu"))
-        optimizer._update = missing("adamw", device) or KERNELS["adamw"].updates(optimizer, trained)
+        optimizer._by_kernel = missing("adamw", device) or KERNELS["adamw"].updates(optimizer, trained)
         return optimizer
 
     @property
     def scales_gradients(self) -> bool:  # type: ignore[override]
-        return not isinstance(self._update, str)
+        return not isinstance(self._by_kernel, str)
 
     def notes(self, device: torch.device) -> list[str]:  # type: ignore[override]
         if device.type != "cuda":
             return []
         if self.scales_gradients:
             return ["one kernel clips gradients, steps adamw and rounds the weights of the next step"]
-        return [f"torch steps adamw, and not the fused kernel, because {self._update}"]
+        return [f"torch steps adamw, and not the fused kernel, because {self._by_kernel}"]
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         if self.scales_gradients:
-            self._update.step(self.found_inf, self.factor)
+            self._by_kernel.step(self.found_inf, self.factor)
             return None
         loss: float | None = super().step(closure)
         return loss
