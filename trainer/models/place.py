@@ -115,7 +115,7 @@ class PlacedModel:
     cut_placements: Placements | None = None
     stage: StagePart | None = None
     dropout_keys: DropoutKeys | None = None
-    notes: Sequence[str] = ()
+    notes: list[str] = field(default_factory=list)
     lacking: Sequence[str] = ()
     shards: dict[str, Tensor] | None = None
     origin: Origin | None = None
@@ -167,7 +167,7 @@ def place(
         # Names in placements become those of the whole model, by which checkpoints know parameters.
         of_part = placements or whole(model)
         placements = {name: _of_stage(placement, stage, cut.choice.stage) for name, placement in of_part.items()}
-    return PlacedModel(model, cut, placements, stage, keys, notes, lacking, groups=groups)
+    return PlacedModel(model, cut, placements, stage, keys, [*notes], lacking, groups=groups)
 
 
 def place_empty(described: ModelDescription, cut: ModelCut = ModelCut()) -> PlacedModel:  # it is frozen

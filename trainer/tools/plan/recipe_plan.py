@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from trainer.base.errors import TrainerError, UsageError
 from trainer.checkpoint.registered import kept_in_memory
 from trainer.models.weight_files import LARGEST_FILE_BYTES
@@ -150,6 +152,9 @@ def plan_recipe(resolved: ResolvedRecipe, devices: Devices, nodes: int = 1, leng
         others = " or ".join(sorted({"bf16", "fp16", "fp32"}.intersection(machine.figures["teraflops"])))
         raise UsageError(f"`precision` is {precision}, which {machine.name} does not compute in; use {others}")
     steps = plan_steps(plan, tokens, cuda, fused)
+    in_fp8 = any(kind.dtype == torch.float8_e4m3fn for step in steps for kind in step.totals.work)
+    if in_fp8 and machine is not None and cuda and "fp8" not in machine.figures["teraflops"]:
+        raise UsageError(f"the recipe asks for products in fp8, which {machine.name} does not compute; use another GPU")
     return RecipePlan(plan, devices, tokens, steps)
 
 

@@ -38,6 +38,7 @@ from trainer.tools.report.timeline import RUN_BACKWARD, RUN_FORWARD, Action, Tim
 
 _TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "int64", torch.bool: "bool",
+    torch.float8_e4m3fn: "fp8",
 }  # fmt: skip
 _PASSES = (FORWARD, BACKWARD, RECOMPUTED)
 _DATA_AXES = frozenset(("dp", "dp_replicate", "dp_shard"))

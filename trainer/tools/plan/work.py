@@ -24,7 +24,7 @@ MATMUL, ATTENTION, SPECIAL, REDUCTION, INTEGER, OTHER, VIEW = (
 
 _FLASH = "_scaled_dot_product_flash_attention"
 _LIKE = {f"{_FLASH}_for_cpu": _FLASH, f"{_FLASH}_for_cpu_backward": f"{_FLASH}_backward"}
-_LIKE |= {"addmm_": "addmm", "baddbmm_": "baddbmm"}
+_LIKE |= {"addmm_": "addmm", "baddbmm_": "baddbmm", "_scaled_mm_v2": "mm"}
 FLOPS = ChainMap(
     {getattr(torch.ops.aten, name): flop_registry[getattr(torch.ops.aten, like)] for name, like in _LIKE.items()}
     # Torch's formula does not take the type of the result.

@@ -1,0 +1,1 @@
+"""Matrix products of wide layers in fp8."""
