@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from trainer.base import extensions
-from trainer.base.errors import RecipeError, UsageError
+from trainer.base.errors import UsageError
 from trainer.base.terminal import say, say_json
 
 app = typer.Typer(help="List the shipped recipes.")
@@ -19,18 +19,14 @@ def recipes(context: typer.Context) -> None:
     extensions.load()
     if context.invoked_subcommand is not None:
         return
-    from trainer.recipe.reading.loading import load_recipe
-    from trainer.recipe.reading.shipped import is_base, shipped_recipes, summary
+    from trainer.recipe.reading.shipped import is_base, missing_base, shipped_recipes, summary
 
     shipped = shipped_recipes()
     width = max(map(len, shipped), default=0)
     for name, path in sorted(shipped.items(), key=lambda item: is_base(item[1])):
         text = f"(to extend) {summary(path)}" if is_base(path) else summary(path)
-        if not is_base(path):
-            try:
-                load_recipe(str(path), needs_data=False)
-            except RecipeError as error:  # a key or a base of a feature that is not here
-                text = f"(unavailable) {error.problems[0]}"
+        if (base := missing_base(path)) is not None:  # of a feature that is not here
+            text = f"(unavailable) it extends {base!r}, which is not installed"
         say(f"{name:<{width}}  {text}")
 
 

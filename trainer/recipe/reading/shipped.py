@@ -56,6 +56,16 @@ def is_base(path: Path) -> bool:
     return "name" not in read_file(path)[0].members
 
 
+def missing_base(path: Path) -> str | None:
+    """Return the first recipe that a shipped one extends and that is not here; None if all are."""
+    extends = read_file(path)[0].members.get("extends")
+    if extends is None or not isinstance(extends.value, str):
+        return None
+    beside = path.parent / extends.value
+    base = beside if beside.is_file() else shipped_recipes().get(without_ending(extends.value))
+    return extends.value if base is None else missing_base(base)
+
+
 def summary(path: Path) -> str:
     """Return the first sentence of the comment at the top of a recipe; empty without a comment."""
     comment = re.match(r"(?:\s*(?://|#)[^\n]*\n)+", path.read_text(encoding="utf-8"))
