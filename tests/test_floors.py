@@ -130,7 +130,7 @@ def keys_of(schema: dict[str, Any]) -> set[str]:
 
 _OTHER_KINDS = {
     "precision", "casts", "logging", "kernel", "observer", "callbacks", "recipe_format", "export", "warnings",
-    "launcher",
+    "launcher", "run",
 }  # fmt: skip
 """Kinds of registrations of a feature without keys."""
 
@@ -142,7 +142,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_schema_has_a_definition_for_most_features(whole: Path):
-    assert len(json.loads(run(whole.parent, "schema"))["$defs"]) > len(FEATURES)
+    assert len(json.loads(run(whole.parent, "schema"))["$defs"]) > len(FEATURES) / 2
 
 
 @pytest.mark.slow
