@@ -1143,8 +1143,8 @@ _ENGINE = [
         "overflow_is_applied",
         "A step with a gradient that is not finite is applied.",
         "engine/native.py",
-        "found_inf=flag.to(device)",
-        "found_inf=0 * flag.to(device)",
+        "self._step, flag.to(device), scale",
+        "self._step, 0 * flag.to(device), scale",
         ("engine/test_native.py::TestNonFinite",),
     ),
     Defect(
