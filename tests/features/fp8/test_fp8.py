@@ -100,6 +100,12 @@ def test_wide_layers_only_are_chosen_and_the_note_has_their_number():
         products.use_fp8(PlacedModel(bert()), recipe.model_copy(update={"fp8_features": 65}))
 
 
+def test_adapters_are_refused():
+    recipe = recipe_of({**FP8, "model": {"adapter": {"type": "lora", "rank": 2}}}, {})
+    with pytest.raises(UsageError, match=r"`fp8_features` is 64, but the layers of `model.adapter` have frozen"):
+        products.use_fp8(PlacedModel(bert()), recipe)
+
+
 def test_a_part_without_whole_blocks_is_refused(ranks: RankPools):
     recipe = recipe_of({**FP8, "model": {"config": {**BERT, "num_attention_heads": 8}}}, {"parallel": {"tensor": 8}})
     with pytest.raises(RankError, match=r"its weight on a rank is \(8, 64\), and fp8 needs multiples of 16"):

@@ -107,6 +107,7 @@ class _Gradients:
             self.weight = _sum_with(self.weight, slopes.t(), self._inputs[rows], self._is_wide)
         if self._needed[2]:
             own = slopes.sum(0, dtype=at_least_fp32(slopes[:0]).dtype)
+            own = own if self._is_wide else own.to(slopes.dtype)
             self.bias = own if self.bias is None else self.bias.add_(own)
 
 
@@ -176,8 +177,8 @@ class _GradientsLater(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, labels, logits, *statistics = ctx.saved_tensors
         layer, grad = LinearLayer(weight, bias), grad.contiguous()
-        # Sums in fp16 may leave its range.
-        is_wide = len(ctx.chunks) > 1 or x.dtype == NARROW or ctx.types[0] != x.dtype
+        # Sums in fp16 may leave its range. One product in bf16 has the numbers of autocast, wherever weights are cast.
+        is_wide = len(ctx.chunks) > 1 or x.dtype == NARROW
         gradients = _Gradients(x, layer, ctx.needs_input_grad[:3], is_wide)
         if logits is not None and ctx.keeps:
             logits = logits.clone()

@@ -44,6 +44,11 @@ def use_fp8(built: PlacedModel, recipe: Recipe) -> None:
     """
     _require(next(built.model.parameters()).device)
     least = smallest(recipe)
+    if recipe.model.adapter is not None:
+        raise UsageError(
+            f"`fp8_features` is {least}, but the layers of `model.adapter` have frozen weights, which no"
+            " test of fp8 has; set one of them to null"
+        )
     layers = [
         (f"{layer}.{name}", module)
         for layer, part in layers_of(built.model, "`fp8_features`").items()
