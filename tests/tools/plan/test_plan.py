@@ -520,7 +520,7 @@ def test_torch_logs_no_traceback_before_the_error(monkeypatch: pytest.MonkeyPatc
     assert not records
 
 
-@pytest.mark.parametrize("change", [{"package": "apex"}, {"builder": lambda *_: object()}], ids=" ".join)
+@pytest.mark.parametrize("change", [{"package": "apex"}, {"builder": lambda *_: SimpleNamespace()}], ids=" ".join)
 def test_an_engine_of_another_package_is_refused_by_name(
     change: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
