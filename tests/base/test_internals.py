@@ -48,7 +48,8 @@ TORCH = Internals(
         "torch.optim._muon": [
             "DEFAULT_A", "DEFAULT_B", "DEFAULT_C", "EPS", "_adjust_lr", "_zeropower_via_newtonschulz",
         ],
-        "torch.utils._python_dispatch": ["_disable_current_modes"],
+        "torch.utils._python_dispatch": ["_disable_current_modes", "_get_current_dispatch_mode_stack"],
+        "torch.utils.checkpoint": ["_CachedTorchDispatchMode", "_CachingTorchDispatchMode"],
         "torch._C:TensorBase": ["_version"],
         **{owner: [name] for table in MOVES_OF_FSDP for owner, name in table.items()},
     },
