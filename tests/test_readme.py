@@ -46,6 +46,9 @@ ELSEWHERE = {
     "trainer run bert_sample --processes 2": 'tests/launch/test_launchers.py::"trainer": Case',
     "python -m tests.benchmarks.host": "tests/benchmarks/test_host.py::def test_each_strategy_has_its_time",
     "python -m tests.benchmarks.memory": "tests/benchmarks/test_benchmarks.py::def test_memory",
+    "python -m tests.benchmarks.compiled_layers --store": (
+        "tests/benchmarks/test_compiled_layers.py::def test_a_layer_has_no_more_kernels_and_bytes_than_stored"
+    ),
     "python -m tests.parity.measure --weights": "tests/parity/test_measure.py::test_weights_in_bf16_are_within_the",
     "python -m tests.parity.fuzz --seed 21 --cases 1000": "tests/parity/test_fuzz.py::test_a_drawn_case_is_one_process",
     "python -m tests.parity.fuzz --seed 21 --case 505": "tests/parity/test_fuzz.py::test_a_drawn_case_is_one_process",
