@@ -98,6 +98,7 @@ def shard(
             mp_policy=types,
             offload_policy=policy,
         )
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), "a parameter was left whole"
     # Each gather begins before the products of the layer before, so that it is under way beside them also if the host
     # is late. The backward pass does so by itself.
     for part, following in pairwise([model, *layers]):
@@ -107,7 +108,6 @@ def shard(
     if hasattr(model, "generate"):  # it calls an encoder by itself, before the model's forward gathers the embedding
         register_fsdp_forward_method(model, "generate")
     _sum_gradients(model)
-    assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), "a parameter was left whole"
     if shards is not None:
         _fill(model, shards, torch.device("cpu") if how.offloads else mesh.device)
     move_buffers(model, mesh.device)
