@@ -79,6 +79,15 @@ def test_a_plan_needs_neither_data_nor_places_of_checkpoints(tmp_path, capsys):
     assert main(["rehearse", recipe, "--ranks", "1", *words]) == ExitCode.DONE
 
 
+def test_a_plan_needs_no_weights_of_a_pretrained_model(tmp_path, capsys):
+    recipe = str(write_tiny_run(tmp_path))
+    config = json.loads(Path(recipe).read_text())["model"]["config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["model.config=null", f"model.name_or_path={tmp_path}"]
+    assert any("has no weights" in error for error in errors(capsys, "check", recipe, *words))
+    assert main(["plan", recipe, "--gpus", "1x80GiB", *words]) == ExitCode.DONE
+
+
 def test_a_sound_recipe_passes(tmp_path, capsys, monkeypatch):
     assert main(["check", str(write_tiny_run(tmp_path / "text"))]) == ExitCode.DONE
     assert "checked   no problem was found" in capsys.readouterr().out

@@ -92,10 +92,12 @@ def prepare_checked(
 def require_described(plan: RunPlan) -> None:
     """Check the packages and the models of a plan as far as they are here, without data and places of checkpoints.
 
+    The configuration of a model is enough: files of weights may be missing.
+
     Raises:
         TrainerError: the problems of `check_parts`.
     """
-    check_parts(plan, lambda _: None).problems.raise_all()
+    check_parts(plan, lambda _: None, needs_weights=False).problems.raise_all()
 
 
 def check_places(recipe: Recipe, problems: Problems) -> None:
@@ -106,7 +108,10 @@ def check_places(recipe: Recipe, problems: Problems) -> None:
 
 
 def check_parts(
-    plan: RunPlan, prepare: Callable[[Problems], PreparedData | None], run: Observer | None = None
+    plan: RunPlan,
+    prepare: Callable[[Problems], PreparedData | None],
+    run: Observer | None = None,
+    needs_weights: bool = True,
 ) -> CheckedParts:
     """Prepare and check the data and the models of a plan.
 
@@ -114,6 +119,7 @@ def check_parts(
         prepare: prepares the data, and may collect problems; None: they are not on this machine.
         run: the observer of a run, which fetches models that are not here, and checks the model again when it builds
             it; None: it is a check, which takes all steps with models that are here.
+        needs_weights: whether a folder of a pretrained model must have its weights.
     """
     recipe, problems = plan.recipe, Problems()
     notes: tuple[str, ...] = ()
@@ -135,7 +141,7 @@ def check_parts(
     task = build_task(recipe.task) if data is None else data.task
     if local.has_model or (run is not None and data is not None):
         with problems.collect():
-            model = _check_model(plan, task, data, local, problems, run is not None)
+            model = _check_model(plan, task, data, local, problems, run is not None, needs_weights)
     if (second := second_model(recipe)) and (local.has_second_model if run is None else data is not None):
         is_real = data is not None and (run is not None or local.has_preparation)
         with problems.collect():
@@ -144,8 +150,9 @@ def check_parts(
 
 
 def _check_model(
-    plan: RunPlan, task: Task, data: PreparedData | None, local: LocalParts, problems: Problems, is_run: bool
-) -> CheckedModel:
+    plan: RunPlan, task: Task, data: PreparedData | None, local: LocalParts, problems: Problems, is_run: bool,
+    needs_weights: bool,
+) -> CheckedModel:  # fmt: skip
     """Check the model of a plan, without its weights, and collect its problems; see `check_parts`."""
     recipe, folder = plan.recipe, None
     with problems.collect():
@@ -158,7 +165,8 @@ def _check_model(
         with problems.collect():
             require_fit(recipe, described.config)
     before = len(problems.messages)
-    checked = _check_layout(plan, described, problems, compares_sizes=data is not None and not is_run)
+    compares_sizes = data is not None and not is_run if needs_weights else None
+    checked = _check_layout(plan, described, problems, compares_sizes)
     notes = [*(folder.notes if folder else ()), *checked.notes]
     if checked.whole is not None and not is_run:
         notes += _rehearse(plan, described, checked.whole, task, problems, len(problems.messages) == before)
@@ -176,11 +184,14 @@ def _check_packages(recipe: Recipe, problems: Problems) -> None:
             require_package(recipe.model.adapter)
 
 
-def _check_layout(plan: RunPlan, described: ModelDescription, problems: Problems, compares_sizes: bool) -> CheckedModel:
+def _check_layout(
+    plan: RunPlan, described: ModelDescription, problems: Problems, compares_sizes: bool | None
+) -> CheckedModel:
     """Check a described model, and collect its problems.
 
     Args:
-        compares_sizes: whether to compare the sizes of weights in the files with the model, as the load does.
+        compares_sizes: whether to compare the sizes of weights in the files with the model, as the load does; None:
+            there may be no files.
     """
     recipe, parallel, step = plan.recipe, plan.recipe.parallel, plan.recipe.model.unfreeze_at_step
     stages = model = None
@@ -188,7 +199,7 @@ def _check_layout(plan: RunPlan, described: ModelDescription, problems: Problems
     notes: list[str] = []
     groups = ParameterGroups()
     with problems.collect():
-        lacking = check_weights(described, compares_sizes)
+        lacking = [] if compares_sizes is None else check_weights(described, compares_sizes)
     with problems.collect():
         model = described.on_meta()
     if model is None:
