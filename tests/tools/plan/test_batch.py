@@ -55,6 +55,7 @@ def test_a_gpu_holds_two_microbatches(ledger: Ledger, monkeypatch: pytest.Monkey
             ledger.restart()
             engine.train_step(next(steps))
     monkeypatch.undo()
-    planned = plan_step(plan, 0, LENGTH)
+    # This CPU has no kernel of the loss of tokens, so the plan has none: the moment of the peak depends on it.
+    planned = plan_step(plan, 0, LENGTH, fused=False)
     assert planned.resident[BATCH] == ledger.alive[BATCH]
     assert planned.peak.by_component[BATCH] == ledger.peak.by_component[BATCH]
