@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trainer.engine.optimizers.base import EngineOptimizer
 from trainer.engine.optimizers.parameters import Groups, TrainedParameters
@@ -55,6 +56,11 @@ class AdamW(EngineOptimizer, torch.optim.AdamW):
     @property
     def scales_gradients(self) -> bool:  # type: ignore[override]
         return not isinstance(self._by_kernel, str)
+
+    @property
+    def tables(self) -> Sequence[Tensor]:
+        """The tensors that a kernel reads in each step, beside the state."""
+        return () if isinstance(self._by_kernel, str) else self._by_kernel.tables
 
     def notes(self, device: torch.device) -> list[str]:  # type: ignore[override]
         if device.type != "cuda":

@@ -84,6 +84,11 @@ class AdamWUpdate:
         self._known: list[int] = []
         self._tables: _Tables | None = None
 
+    @property
+    def tables(self) -> Sequence[Tensor]:
+        """The tensors that the kernels read in each step; none before the first one."""
+        return self._tables or ()
+
     @torch.no_grad()
     def step(self, found_inf: Tensor | None, factor: Tensor | None) -> None:
         """Step the parameters that have a gradient.
