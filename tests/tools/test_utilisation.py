@@ -8,11 +8,14 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 
 from tests.helpers.training import tiny_recipe
 from tests.observe.samples import run_info, step_record
+from trainer.observe.builders import ObserverParts, registered_observers
 from trainer.observe.records import COMPILATION, DEVICE, EVALUATION, ROWS, STEP
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.tools import watched_speed
@@ -165,3 +168,11 @@ def test_a_failed_plan_and_an_unknown_gpu_are_named(monkeypatch: pytest.MonkeyPa
 def test_a_run_on_cpus_has_no_guard():
     parts: Any = type("Parts", (), {"recipe": tiny_recipe(), "environment": LaunchEnvironment("none")})
     assert observer(parts) is None
+
+
+@pytest.mark.parametrize(("num_gpus", "rank", "guards"), [(0, 0, 0), (1, 0, 1), (2, 1, 0)])
+def test_each_run_on_gpus_has_one_guard(monkeypatch: pytest.MonkeyPatch, num_gpus: int, rank: int, guards: int):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    environment = LaunchEnvironment("trainer", rank=rank, world_size=max(1, num_gpus))
+    parts = ObserverParts(tiny_recipe(), environment, MagicMock(), print, print)
+    assert [type(one) for one in registered_observers(parts)].count(WatchedSpeed) == guards

@@ -28,8 +28,8 @@ class ObserverParts:
     report_end: Callable[[str], object]  # reports a failure of the run to its observers, given the reason
 
 
-ObserverBuilder = Callable[[ObserverParts], Observer]
-"""A function that returns an observer of each rank, registered under the key of the recipe that asks for it."""
+ObserverBuilder = Callable[[ObserverParts], Observer | None]
+"""A function that returns an observer of a rank, or None, registered under the key of the recipe that asks for it."""
 
 
 def registered_observers(parts: ObserverParts) -> list[Observer]:
@@ -37,7 +37,7 @@ def registered_observers(parts: ObserverParts) -> list[Observer]:
     # Only the modules of those that the recipe asks for are imported.
     rows = [row for row in registered("observer") if value_at(parts.recipe, row.name) is not None]
     builders: list[ObserverBuilder] = [resolved(row.value) for row in rows]
-    return [build(parts) for build in builders]
+    return [observer for build in builders if (observer := build(parts)) is not None]
 
 
 def build_observers(logging: Logging, stream: TextIO) -> Observers:
