@@ -150,27 +150,23 @@ class Measures:
         return found
 
     def _of_torch(self, weights: list[nn.Parameter]) -> Callable[[], None]:
-        optimizer = torch.optim.AdamW(weights, fused=True)
-        copies = [torch.empty_like(weight, dtype=torch.bfloat16) for weight in weights]
-
-        def step() -> None:
-            nn.utils.clip_grad_norm_(weights, 1.0)
-            optimizer.step()
-            torch._foreach_copy_(copies, [weight.detach() for weight in weights])
-
-        return step
+        return _clipped_and_rounded(weights, torch.optim.AdamW(weights, fused=True))
 
     def _ours(self, weights: list[nn.Parameter]) -> Callable[[], None]:
         named = {str(number): weight for number, weight in enumerate(weights)}
-        optimizer = build_optimizer(AdamW(), TrainedParameters(named))
-        copies = [torch.empty_like(weight, dtype=torch.bfloat16) for weight in weights]
+        return _clipped_and_rounded(weights, build_optimizer(AdamW(), TrainedParameters(named)))
 
-        def step() -> None:
-            nn.utils.clip_grad_norm_(weights, 1.0)
-            optimizer.step()
-            torch._foreach_copy_(copies, [weight.detach() for weight in weights])
 
-        return step
+def _clipped_and_rounded(weights: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Return a step that clips the gradients before the optimizer, and rounds the weights after it."""
+    copies = [torch.empty_like(weight, dtype=torch.bfloat16) for weight in weights]
+
+    def step() -> None:
+        nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+        torch._foreach_copy_(copies, [weight.detach() for weight in weights])
+
+    return step
 
 
 PARTS = ("ceilings", "attention", "updates")

@@ -7,17 +7,14 @@ Triton chooses its interpreter when it is imported, so these tests need a proces
 
 from __future__ import annotations
 
-from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import triton.language as tl
 from torch import Tensor
-from triton.runtime import interpreter
 
+from tests.helpers.interpreting import round_as_gpus
 from trainer.features.chunked_head import fused_rows, rows
 from trainer.features.chunked_head.linear_cross_entropy import LinearLayer, Passes, linear_cross_entropy
 from trainer.parallel import kernel_support
@@ -37,16 +34,7 @@ def test_the_interpreter_is_on():
 
 @pytest.fixture(autouse=True)
 def rounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Round to bf16 as torch and GPUs; the interpreter cuts digits off."""
-    convert = interpreter._convert_float
-
-    def rounded(numbers: np.ndarray, source: Any, target: Any, mode: Any) -> np.ndarray:
-        if target != tl.bfloat16:
-            return convert(numbers, source, target, mode)
-        exact = torch.from_numpy(np.ascontiguousarray(numbers).view(np.float32))
-        return exact.bfloat16().view(torch.int16).numpy().view(np.uint16)
-
-    monkeypatch.setattr(interpreter, "_convert_float", rounded)
+    round_as_gpus(monkeypatch)
 
 
 def drawn(width: int, dtype: torch.dtype = torch.float32, scale: float = 3.0) -> tuple[Tensor, Tensor]:

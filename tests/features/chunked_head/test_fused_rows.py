@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.helpers.interpreting import run_interpreted
-
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+from tests.helpers.interpreting import needs_triton, run_interpreted
 
 
 @needs_triton

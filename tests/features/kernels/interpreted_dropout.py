@@ -8,16 +8,13 @@ Triton chooses its interpreter when it is imported, so these tests need a proces
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import triton.language as tl  # the kernels run where it is imported as an interpreter
 from torch.utils.checkpoint import checkpoint
-from triton.runtime import interpreter
 
 from tests.gpu.test_dropout_gpu import CASES, DTYPES, as_eager, drop, eager, fused, not_finite, random, speeds
+from tests.helpers.interpreting import round_as_gpus
 from trainer.features.kernels import fused_dropout
 from trainer.parallel import kernel_support
 from trainer.parallel.dropout import DropoutKeys, DropoutSite, KeyedDropout, MicrobatchKey
@@ -35,16 +32,7 @@ def test_the_interpreter_is_on():
 
 @pytest.fixture(autouse=True)
 def rounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Round to bf16 as torch and GPUs; the interpreter cuts digits off."""
-    convert = interpreter._convert_float
-
-    def rounded(numbers: np.ndarray, source: Any, target: Any, mode: Any) -> np.ndarray:
-        if target != tl.bfloat16:
-            return convert(numbers, source, target, mode)
-        exact = torch.from_numpy(np.ascontiguousarray(numbers).view(np.float32))
-        return exact.bfloat16().view(torch.int16).numpy().view(np.uint16)
-
-    monkeypatch.setattr(interpreter, "_convert_float", rounded)
+    round_as_gpus(monkeypatch)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,9 @@ from torch import Tensor
 from torch._inductor import cpp_builder
 
 from tests.gpu.test_dropout_gpu import CASES
-from tests.helpers.interpreting import run_interpreted
+from tests.helpers.interpreting import needs_triton, run_interpreted
 from trainer.parallel import dropout
 from trainer.parallel.dropout import DropoutKeys, DropoutSite
-
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 
 @pytest.fixture(autouse=True)

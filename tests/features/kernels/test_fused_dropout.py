@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import re
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.interpreting import run_interpreted
+from tests.helpers.interpreting import needs_triton, run_interpreted
 from tests.tools.plan.measured import SMALL_BERT, recipe_of
 from trainer.features.kernels import fused_dropout
 from trainer.recipe.plan import plan_run
 from trainer.tools.plan.ledger import ACTIVATIONS
 from trainer.tools.plan.simulated_step import plan_step
 from trainer.tools.plan.step_plan import StepPlan
-
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 
 @needs_triton

@@ -58,8 +58,7 @@ class AdamW(EngineOptimizer, torch.optim.AdamW):
         return not isinstance(self._by_kernel, str)
 
     @property
-    def tables(self) -> Sequence[Tensor]:
-        """The tensors that a kernel reads in each step, beside the state."""
+    def tables(self) -> Sequence[Tensor]:  # type: ignore[override]
         return () if isinstance(self._by_kernel, str) else self._by_kernel.tables
 
     def notes(self, device: torch.device) -> list[str]:  # type: ignore[override]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -30,6 +30,7 @@ class EngineOptimizer(torch.optim.Optimizer):
             host need not wait for it, and torch's fused kernels read it themselves. None: the step is good.
         scales_gradients: whether `step` multiplies the gradients by `factor`; else the engine does it before.
         factor: the factor of the gradients in the step, a scalar on the device; None: 1.
+        tables: tensors that stay between steps beside the state, such as those of a kernel.
         num_steps: the number of steps before the current one.
         rate: the learning rate of the step, of parameters without one of their own.
     """
@@ -40,6 +41,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     found_inf: Tensor | None = None
     scales_gradients = False
     factor: Tensor | None = None
+    tables: Sequence[Tensor] = ()
     num_steps = 0
     rate = 0.0
 

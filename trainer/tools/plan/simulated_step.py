@@ -448,7 +448,7 @@ def _label_model(ledger: Ledger, engine: Engine, built: Sequence[PlacedModel], o
     values = (value for state in engine.optimizer.state.values() for value in state.values())
     ledger.assign((value for value in values if isinstance(value, torch.Tensor)), optimizer)
     # One for all microbatches, unlike other tensors made outside of modules.
-    ledger.assign(getattr(engine.optimizer, "tables", ()), optimizer)
+    ledger.assign(engine.optimizer.tables, optimizer)
     if not isinstance(engine, NativeEngine):
         label_zero(ledger, engine, offload)
 
