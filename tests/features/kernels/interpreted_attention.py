@@ -60,6 +60,12 @@ def fused() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def kept_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep masks in fp32 too, the type of most tests."""
+    monkeypatch.setattr(fused_attention, "_BITS_SIZE", 4)
+
+
 @contextmanager
 def drawn_again() -> Iterator[None]:
     """Let each kernel draw the masks, and keep none."""
@@ -289,6 +295,8 @@ def test_a_mask_is_kept_while_it_is_small_beside_other_tensors():
     assert not keeps(512, window=64)
     assert keeps(4096, lengths=[2048, 2048])
     assert not keeps(4096, lengths=[2049, 2047])
+    with mock.patch.object(fused_attention, "_BITS_SIZE", 1):
+        assert not keeps(512)
 
 
 @dataclass(frozen=True)

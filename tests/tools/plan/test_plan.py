@@ -129,7 +129,7 @@ def test_it_fits(recipe: Path, capsys: pytest.CaptureFixture[str]):
     (rank,) = found["ranks"]
     assert found["fits"]
     assert not found["changes"]
-    assert rank["resident"][OPTIMIZER] == pytest.approx(2 * rank["resident"][PARAMETERS], rel=1e-3)
+    assert rank["resident"][OPTIMIZER] == pytest.approx(2 * rank["resident"][PARAMETERS], rel=5e-3)  # and tables
     assert rank["peak_module"].startswith("bert.encoder.layer.1")
 
 
@@ -139,7 +139,7 @@ def test_the_host_has_a_verdict(recipe: Path, capsys: pytest.CaptureFixture[str]
     assert main([*words, "5GiB", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     (rank,) = found["ranks"]
-    state = rank["resident"][PARAMETERS] + rank["resident"][OPTIMIZER]  # both ranks copy half of it to save it
+    state = 3 * rank["resident"][PARAMETERS]  # with two moments; both ranks copy half of it to save it
     assert found["host_needed_bytes"] - 2 * HOST_RESERVED == pytest.approx(state, rel=1e-3)
     assert state > 2 * rank["host_bytes_at_start"]
     assert found["fits"]
@@ -191,7 +191,7 @@ def test_checkpoints_in_memory_count_on_the_host(strategy: str, recipe: Path, ca
     assert main([*words, "5GiB", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     (rank,) = found["ranks"]
-    state = rank["resident"][PARAMETERS] + rank["resident"][OPTIMIZER]  # of 4 ranks under ddp, of this one under fsdp
+    state = 3 * rank["resident"][PARAMETERS]  # with two moments; of 4 ranks under ddp, of this one under fsdp
     share = state / 4 if strategy == "ddp" else state
     kept = found["host_bytes_of_checkpoints_in_memory"]
     assert kept == pytest.approx(2 * 4 * share, rel=1e-3), "two checkpoints, of two ranks and two copies"

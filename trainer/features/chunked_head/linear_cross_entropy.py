@@ -97,7 +97,7 @@ class _Gradients:
 
     @property
     def x(self) -> Tensor | None:
-        return torch.cat(self._of_x) if len(self._of_x) > 1 else next(iter(self._of_x), None)
+        return _joined(self._of_x) if self._of_x else None
 
     def add(self, rows: slice, slopes: Tensor) -> None:
         """Add the gradients of rows by those of their logits `[rows, columns]`."""
@@ -140,7 +140,7 @@ class _GradientsAhead(torch.autograd.Function):
                 gradients.add(rows, logits)
         ctx.save_for_backward(gradients.x, gradients.weight, gradients.bias)
         ctx.types = _types(weight, bias)
-        return torch.cat(losses)
+        return _joined(losses)
 
     @staticmethod
     @once_differentiable
@@ -170,7 +170,7 @@ class _GradientsLater(torch.autograd.Function):
                 statistics.append(found)
         ctx.save_for_backward(x, *layer, labels, logits if len(chunks) == 1 else None, *statistics)
         ctx.cut, ctx.chunks, ctx.keeps, ctx.types = cut, chunks, keeps, _types(weight, bias)
-        return torch.cat(losses)
+        return _joined(losses)
 
     @staticmethod
     @once_differentiable
@@ -194,6 +194,11 @@ def _chunks(num_rows: int, most: int) -> list[slice]:
     """Return chunks of rows, of about equal sizes."""
     size = max(1, -(-num_rows // max(1, -(-num_rows // most))))
     return [slice(first, min(first + size, num_rows)) for first in range(0, max(1, num_rows), size)]
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return the rows of all chunks; those of one are not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _in_type_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> LinearLayer:

@@ -28,6 +28,7 @@ _SMALL_DIM = 32
 _LISTED_KEYS = 256  # from which on it pays to list the visible tiles
 _BITS_SHARE = 0.5
 """The most bytes of a mask that is kept, relative to those of queries, keys, values and output, which are kept too."""
+_BITS_SIZE = 2  # the most bytes of an element; in fp32, products take longer, and one launch more may not pay
 
 
 def _kernels() -> Any:
@@ -96,6 +97,8 @@ def keeps_bits(
         return False
     _, heads, queries, dim = query.shape
     size = query.element_size()
+    if size > _BITS_SIZE:
+        return False
     kept = (dim + value.shape[-1]) * size * (heads * queries + key.shape[1] * key.shape[2])
     longest = key.shape[2] if lengths is None else max(lengths)
     return bool(heads * queries * longest / 8 <= _BITS_SHARE * kept)
