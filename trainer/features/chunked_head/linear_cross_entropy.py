@@ -196,7 +196,7 @@ def _chunks(num_rows: int, most: int) -> list[slice]:
     return [slice(first, min(first + size, num_rows)) for first in range(0, max(1, num_rows), size)]
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def _joined(parts: list[Tensor]) -> Tensor:
     """Return the rows of all chunks; those of one are not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
