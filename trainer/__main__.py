@@ -10,6 +10,7 @@ from pathlib import Path
 from threading import Timer
 
 from trainer.base import collector
+from trainer.base.collisions import refuse_collisions
 from trainer.base.errors import TrainerError
 
 _SECONDS = 0.05  # until an interrupt is sent again
@@ -19,6 +20,7 @@ def main() -> int:
     """Run the command line in a process of its own."""
     try:
         try:
+            refuse_collisions(Path(__file__).parents[1])
             return answer()
         finally:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python would answer it with a traceback while it shuts down

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator
-from importlib.metadata import requires, version
+from importlib.metadata import packages_distributions, requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import trainer
+from trainer.base.collisions import collision
 from trainer.base.distribution import DISTRIBUTION, installed
 from trainer.tools.doctor.finding import Finding, ok, problem, warning
 from trainer.tools.doctor.machine import Machine
@@ -27,6 +28,9 @@ def trainer_itself(machine: Machine) -> Finding:
     )
     remedy = f"pip install -e {folder.parent}"
     found = installed(DISTRIBUTION)
+    if others := {*packages_distributions().get("trainer", [])} - {DISTRIBUTION}:
+        other = min(others)
+        return problem(collision(f"{other} {version(other)}"), f"pip uninstall {other} {DISTRIBUTION}")
     if found is None:
         return warning(f"{value}, not installed as a package, so the ranges of its dependencies are unknown", remedy)
     if found != trainer.__version__:
