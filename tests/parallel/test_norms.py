@@ -54,6 +54,16 @@ class TestNorm:
             global_grad_norm(placed(parameters(torch.ones(2, dtype=dtype))), ParallelMesh(CPU)).dtype == torch.float64
         )
 
+    def test_gradients_in_bf16_have_the_norm_of_their_copies_in_fp32(self):
+        generator = torch.Generator().manual_seed(0)
+        gradients = [torch.randn(300, 70, generator=generator).bfloat16() for _ in range(4)]
+        mixed = [gradient if number % 2 else gradient.float() for number, gradient in enumerate(gradients)]
+        norms = [
+            global_grad_norm(placed(parameters(*some)), ParallelMesh(CPU))
+            for some in (gradients, mixed, [gradient.float() for gradient in gradients])
+        ]
+        assert norms[0] == norms[1] == norms[2]
+
     @pytest.mark.parametrize("is_contiguous", [True, False])
     def test_of_an_embedding_of_bert(self, is_contiguous):
         """torch's own norm of so many fp32 numbers is wrong by 1e-3 on a CPU."""

@@ -23,7 +23,7 @@ from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.native import NativeEngine, placements_of
 from trainer.engine.precision import sent_dtype, stored_in_bf16
 from trainer.models.place import PlacedModel
-from trainer.parallel.gradients import OverlappedSums, round_gradients_
+from trainer.parallel.gradients import OverlappedSums, partial_axis, round_gradients_
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch
 from trainer.recipe.plan import RunPlan
@@ -180,6 +180,22 @@ def _around_graphs(rounded: RoundedWeights | None) -> RoundedWeights | None:
     return CurrentCopies(rounded)
 
 
+def _adds_no_gradients(plan: RunPlan) -> bool:
+    """Return whether each step has one microbatch, so that each pass writes gradients and none adds to them."""
+    return plan.batch.num_microbatches == 1 and plan.batch.micro_batch_tokens is None
+
+
+def _leave_gradients_rounded(
+    rounded: RoundedWeights | None, engine: NativeEngine, mesh: ParallelMesh, plan: RunPlan
+) -> None:
+    """Leave gradients in 16 bits that nobody adds to and that a kernel, which also clips, reads."""
+    sent_in = sent_dtype(plan.recipe.parallel.communication)
+    is_written_once = mesh.size("dp") == 1 and _adds_no_gradients(plan) and sent_in in (None, torch.bfloat16)
+    if rounded is not None and is_written_once and engine.optimizer.scales_gradients:
+        placements = engine.placements  # sums of partial gradients are in fp32
+        rounded.leave(p for name, p in engine.parameters.items() if partial_axis(placements[name], mesh) is None)
+
+
 def build_ddp(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan, total_steps: int) -> NativeEngine:
     """Return the engine of `ddp`; one data rank runs the model without a wrapper.
 
@@ -230,6 +246,7 @@ def build_ddp(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan,
         sums = OverlappedSums(left_out.values(), mesh.group("dp"), sent_in)
         schedule = AccumulationSchedule(loss_sum, no_sync, sums)
     engine = NativeEngine(forward, [built], schedule, placements_of(built, mesh), total_steps, complete)
+    _leave_gradients_rounded(rounded, engine, mesh, plan)
     if not is_captured:
         engine.to_graphs = partial(graphs.replace, places)
     return engine

@@ -33,6 +33,12 @@ class RoundedWeights(Protocol):
     def used_in(self, function: Callable[[Microbatch], Tensor]) -> Callable[[Microbatch], Tensor]:
         """Return a function that runs inside of `use`."""
 
+    def leave(self, weights: Iterable[Tensor]) -> None:
+        """Leave the gradients of weights in 16 bits, from the first pass on, if the graph that is learned has one each.
+
+        Nobody may add to such a gradient.
+        """
+
     def learn(self, loss: Tensor) -> None:
         """Learn, inside of `use`, which weights the graph of a loss uses once."""
 
@@ -42,6 +48,7 @@ class CurrentCopies:
 
     def __init__(self, rounded: RoundedWeights) -> None:
         self.learn, self.refresh, self.used_in = rounded.learn, rounded.refresh, rounded.used_in
+        self.leave = rounded.leave
 
     @contextmanager
     def use(self) -> Iterator[None]:

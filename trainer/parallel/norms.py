@@ -66,8 +66,15 @@ def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
     ]
     if not pieces:
         return torch.zeros((), dtype=torch.float64, device=device)
-    # The norms of pieces are in the type of the gradients; their squares are added in fp64.
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(pieces, 2)), dtype=torch.float64)
+    # The norms of pieces are in the type of the gradients, or in fp32; their squares are added in fp64.
+    norms: dict[int, Tensor] = {}
+    for dtype in {piece.dtype for piece in pieces}:  # torch joins tensors of one type in a kernel
+        alike = {number: piece for number, piece in enumerate(pieces) if piece.dtype == dtype}
+        computed = torch.promote_types(dtype, torch.float32)
+        norms |= zip(alike, torch._foreach_norm([*alike.values()], 2, dtype=computed), strict=True)
+    # In the order of the pieces, so that the sum of squares does not depend on their types.
+    ordered = torch.stack([norms[number] for number in range(len(pieces))])
+    norm: Tensor = torch.linalg.vector_norm(ordered, dtype=torch.float64)
     return norm.square().to(device)
 
 

@@ -17,8 +17,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.helpers.families import CONFIGS
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import Curve, build_tiny, parallel_keys, tiny_recipe, train_tiny, whole_state
+from trainer.engine import ddp, native
 from trainer.engine.optimizers.parameters import TrainedParameters
 from trainer.engine.optimizers.table import build_optimizer
 from trainer.features.shared_casts.weights import StepWeights
@@ -31,6 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NaN and 
 
 CPU = torch.device("cpu")
 SIZES = [(1,), (7,), (30522, 3), (1024,), (33, 64)]
+_ADDS_NO_GRADIENTS = ddp._adds_no_gradients
 OPTIONS = {"name": "adamw", "learning_rate": 1e-2, "weight_decay": 0.1}
 
 
@@ -281,3 +284,59 @@ def test_a_checkpoint_of_either_update_resumes_with_either(names: tuple[str, str
     if names == ("adamw", "adamw"):
         for name, weight in first.engine.held().items():
             assert torch.equal(weight, second.engine.held()[name]), name
+
+
+def curve_and_types(left: bool, sections: dict[str, Any]) -> tuple[Curve, dict[str, torch.dtype]]:
+    """Train with gradients of products in 16 bits, or all in fp32; return the types of the gradients, too."""
+    types: dict[str, torch.dtype] = {}
+    step = native.NativeEngine._update
+
+    def noted(engine: Any, *arguments: Any) -> None:
+        types.update({name: p.grad.dtype for name, p in engine.parameters.items() if p.grad is not None})
+        step(engine, *arguments)
+
+    with mock.patch.object(native.NativeEngine, "_update", noted), mock.patch.object(ddp, "_adds_no_gradients") as once:
+        once.side_effect = _ADDS_NO_GRADIENTS if left else lambda plan: False
+        return trained(sections, "adamw"), types
+
+
+def in_both_ways(sections: dict[str, Any]) -> tuple[dict[str, torch.dtype], ...]:
+    """Assert that all numbers are the same bits, and return the types of the gradients."""
+    (ours, types), (exact, others) = (curve_and_types(left, sections) for left in (True, False))
+    assert ours.losses == exact.losses
+    assert ours.grad_norms == exact.grad_norms
+    for name, weight in exact.weights.items():
+        assert torch.equal(ours.weights[name], weight), name
+    return types, others
+
+
+ROUNDED_GRADIENTS: dict[str, dict[str, Any]] = {
+    "classes": {},
+    "tied": {"task": {"type": "masked_lm"}},
+    "several uses": {"model": {"config": {"model_type": "albert", **CONFIGS["albert"]}, "tokenizer": "none"}},
+    "recomputed": {"activation_checkpointing": "full"},
+    "graphs": {"cuda_graphs": True},
+    "sent in bf16": {"parallel": {"communication": {"gradients": "bf16"}}},
+    "sent in fp16": {"parallel": {"communication": {"gradients": "fp16"}}},
+    "several microbatches": {"training": {"micro_batch_size": 5}},
+    "lora": {"model": {"adapter": {"type": "lora", "rank": 4, "alpha": 8}}},
+    "fp16": {"precision": "fp16"},
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED_GRADIENTS)
+def test_gradients_in_16_bits_change_no_bit(name: str):
+    types, others = in_both_ways({"precision": "bf16", "training": {"max_grad_norm": 0.01}, **ROUNDED_GRADIENTS[name]})
+    rounded = {name for name, dtype in types.items() if dtype == torch.bfloat16}
+    assert set(others.values()) == {torch.float32}
+    assert bool(rounded) == (name not in ("sent in fp16", "several microbatches", "fp16"))
+    assert not any("_embeddings" in one or "norm" in one.lower() for one in rounded)
+    if name == "classes":
+        assert {one for one in types if "dense" in one or "query" in one} <= rounded
+
+
+def test_parts_of_tensor_ranks_are_summed_in_fp32(ranks: RankPools):
+    sections = {"precision": "bf16", "training": {"max_grad_norm": 0.01}, "parallel": {"tensor": 2}}
+    for types, _ in ranks(2).run(in_both_ways, sections):
+        assert types["bert.encoder.layer.0.attention.self.query.weight"] == torch.bfloat16
+        assert types["bert.embeddings.word_embeddings.weight"] == torch.float32

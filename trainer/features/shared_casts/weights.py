@@ -67,6 +67,14 @@ class StepWeights:
         self._of_frozen: tuple[list[int], list[Tensor]] = ([], [])  # versions of the weights, and their copies
         # Nothing is known before the first backward pass: every gradient is cast by itself, which is always right.
         self._used_once: Set[Tensor] = frozenset()
+        self._may_stay: list[Tensor] = []
+        self._rounded_gradients: set[Tensor] = set()  # the weights with gradients that stay in 16 bits
+
+    def leave(self, weights: Iterable[Tensor]) -> None:
+        trained = set(self._trained)
+        self._may_stay = [weight for weight in weights if weight in trained and weight.dtype == torch.float32]
+        for weight in self._may_stay:
+            weight.grad_dtype = None  # torch else refuses a gradient of another type than the weight
 
     def learn(self, loss: Tensor) -> None:
         # The gradients of other weights in 16 bits are cast one by one, because their sum is in fp32.
@@ -74,6 +82,8 @@ class StepWeights:
         copies = {place: attributes[key] for place, attributes, key in self._users if place < len(self._trained)}
         # `get_gradient_edge` returns the node and output of the copy, in the form that `used_once` collects.
         self._used_once = {self._trained[i] for i, copy in copies.items() if get_gradient_edge(copy)[:2] in once}
+        # A tied weight gets a gradient in fp32, too. Uses of one copy are added in 16 bits in any case.
+        self._rounded_gradients.update(weight for weight in self._may_stay if get_gradient_edge(weight)[:2] in once)
 
     @contextmanager
     def use(self) -> Iterator[None]:
@@ -121,7 +131,8 @@ class StepWeights:
                 for weight in group
             ]
             # One node for each group: its gradients return to fp32 as soon as the last of them is computed.
-            yield from _Rounded.apply(rounded, self._place_of, *group)  # type: ignore[no-untyped-call]
+            arguments = rounded, self._place_of, self._rounded_gradients
+            yield from _Rounded.apply(*arguments, *group)  # type: ignore[no-untyped-call]
 
     def _kept(self) -> list[Tensor]:
         versions, copies = self._of_frozen
@@ -161,22 +172,25 @@ class _Rounded(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, copies: Sequence[Tensor], place_of: Callable[[Tensor], Tensor | None], *weights: Tensor
+        ctx: Any,
+        copies: Sequence[Tensor],
+        place_of: Callable[[Tensor], Tensor | None],
+        stay: Set[Tensor],
+        *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         # A weight without a use in this pass gets no gradient, as by autocast, and not zeros.
         ctx.set_materialize_grads(False)
-        ctx.place_of, ctx.weights = place_of, weights
+        ctx.place_of, ctx.stay, ctx.weights = place_of, stay, weights
         return tuple(copies)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        present = [
-            (gradient, weight) for gradient, weight in zip(gradients, ctx.weights, strict=True) if gradient is not None
-        ]
+        weights = ctx.weights
+        rounded = {n: g for n, g in enumerate(gradients) if g is not None and weights[n] not in ctx.stay}
         # Asked now and not before: the place is free only if no earlier pass left a gradient.
-        places = [ctx.place_of(weight) for _, weight in present]
-        found = iter(in_fp32([gradient for gradient, _ in present], places))
-        return None, None, *(None if gradient is None else next(found) for gradient in gradients)
+        places = [ctx.place_of(weights[number]) for number in rounded]
+        exact = dict(zip(rounded, in_fp32([*rounded.values()], places), strict=True))
+        return None, None, None, *(exact.get(number, gradient) for number, gradient in enumerate(gradients))
 
 
 def _layer(name: str) -> str:
