@@ -351,15 +351,31 @@ def throughput_by_default(figures: Mapping[str, Any]) -> str:
     return _table(("", *(setting.partition(", beside")[0] for setting in chosen)), rows)
 
 
-def operations(figures: Mapping[str, Mapping[str, float]]) -> str:
-    """Return a table of trainings and layouts: our operations, those of the plain loop, and the ratio of bytes."""
+def operations(figures: Mapping[str, Mapping[str, float]], layers: Mapping[str, Mapping[str, float]]) -> str:
+    """Return a table of trainings and layouts: our operations, those of the plain loop, and the ratio of bytes.
+
+    Steps on one process in bf16 also have their kernels and bytes with compiled layers, from those of `layers`.
+    """
     found: dict[str, dict[str, str]] = {}
     for name, row in figures.items():
         model, task, precision, layout, *more = name.split(", ")
-        cell = f"{row['operations']:,} of {row['plain_operations']:,}, {row['bytes_ratio']:.2f}"
-        found.setdefault(", ".join([model, task, precision, *more]), {})[layout] = cell
+        cells = found.setdefault(", ".join([model, task, precision, *more]), {})
+        cells[layout] = f"{row['operations']:,} of {row['plain_operations']:,}, {row['bytes_ratio']:.2f}"
+        of_model = [layer for name, layer in layers.items() if name.partition(",")[0] == model]
+        if of_model and (precision, layout, more) == ("bf16", "one process", []):
+            kernels, gigabytes = compiled_step(row, of_model)
+            cells["one process, compiled"] = f"{kernels:,}, {gigabytes / row['plain_gigabytes']:.2f}"
     layouts = list(dict.fromkeys(layout for cells in found.values() for layout in cells))
     return _table(("", *layouts), [(name, *(cells.get(one, "-") for one in layouts)) for name, cells in found.items()])
+
+
+def compiled_step(step: Mapping[str, float], layers: Sequence[Mapping[str, float]]) -> tuple[int, float]:
+    """Return the kernels and gigabytes of a step with compiled layers: those of a step, changed by each layer."""
+    kernels, gigabytes = step["operations"], step["gigabytes"]
+    for layer in layers:
+        kernels += layer["layers"] * (layer["compiled_kernels"] - layer["operations"])
+        gigabytes += layer["layers"] * (layer["compiled_gigabytes"] - layer["gigabytes"])
+    return int(kernels), gigabytes
 
 
 def compiled_layers(figures: Mapping[str, Mapping[str, float]]) -> str:
@@ -436,6 +452,7 @@ _PEERS = {
     "plain": "of a plain loop",
     "compiled": "of a compiled loop",
     "captured": "of a compiled, captured loop",
+    "sparse": "of a compiled loop over masked words",
     "transformers": "of transformers' Trainer",
 }
 """The heads of the columns of other loops: ratios of rates, and the peak memory of that loop."""
@@ -470,7 +487,8 @@ def gpu_budget(results: Iterable[Mapping[str, Any]]) -> str:
             for name, row in result["training"].items() if name.startswith(f"{work} tokens") and "mfu" in row
         ]  # fmt: skip
         mfu = f"{shares[0]:.1%}" if shares else "-"
-        rows.append((one.name, one.unit, measured, f"{one.value:.3g}", mfu, one.assumption))
+        value = f"{one.value:,.0f}" if one.unit == "operations" else f"{one.value:.3g}"
+        rows.append((one.name, one.unit, measured, value, mfu, one.assumption))
     head = ("figure", "unit", "measured", "expected, not measured", "its MFU", "assumption")
     return _table(head, rows)
 
@@ -655,7 +673,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "house": _house,
     "keys": _keys,
     "model_cuts": _model_cuts,
-    "operations": lambda: operations(_read(OPERATIONS)),
+    "operations": lambda: operations(_read(OPERATIONS), _read(COMPILED_LAYERS)),
     "parity": parity,
     "pipeline_families": _pipeline_families,
     "schedules": _schedules,

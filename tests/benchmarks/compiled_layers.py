@@ -49,19 +49,34 @@ class Case:
     task: str
     rows: int
     length: int
-    num_layers: int = 1  # that have all kinds
+    num_layers: int = 1  # before the one that is counted
     num_kinds: int = 1  # of the layers that one more adds
+    attention: str | None = None  # the type of the counted layers in a model with several
 
     def sized(self, num_layers: int) -> dict[str, Any]:
         key = "num_layers" if "num_layers" in self.config else "num_hidden_layers"
         return {**self.config, key: num_layers, "vocab_size": 64}
+
+    @property
+    def num_layers_of_model(self) -> int:
+        """The layers of the whole model that count as this one."""
+        config = dict(self.config)
+        settings = AutoConfig.for_model(config.pop("model_type"), **config)
+        if self.attention is None:
+            return int(settings.num_hidden_layers)
+        return sum(kind == self.attention for kind in settings.layer_types)
 
 
 _TOKENS = {f"{name}_token_id": index for index, name in enumerate(("pad", "bos", "eos", "cls", "sep"))}
 CASES = {
     "BERT-large": Case(LARGE, "sequence_classification", 32, 384),
     "BERT-base": Case(BASE, "sequence_classification", 32, 128),
-    "ModernBERT-base, local attention": Case({**MODERN, **_TOKENS}, "sequence_classification", 32, 128, num_layers=2),
+    "ModernBERT-base, local attention": Case(
+        {**MODERN, **_TOKENS}, "sequence_classification", 32, 128, num_layers=2, attention="sliding_attention"
+    ),
+    "ModernBERT-base, global attention": Case(
+        {**MODERN, **_TOKENS}, "sequence_classification", 32, 128, num_layers=3, attention="full_attention"
+    ),
     "Llama 1B": Case(LLAMA, "causal_lm", 4, 512),
     "T5-base, encoder and decoder": Case(T5, "seq2seq_lm", 32, 128, num_layers=2, num_kinds=2),
 }
@@ -69,7 +84,7 @@ CASES = {
 
 def graphs(case: Case) -> list[list[Graph]]:
     """Return the forward and the backward code of each kind of layer."""
-    config = case.sized(case.num_layers)
+    config = case.sized(case.num_layers + 1)
     settings = AutoConfig.for_model(config.pop("model_type"), **config)
     keys, is_both = DropoutKeys(0), settings.is_encoder_decoder
     model = AutoModel.from_config(settings, attn_implementation=KEYED_ATTENTION)
@@ -133,10 +148,11 @@ def figures(case: Case) -> dict[str, float]:
     number, num_bytes = eager(case)
     compiled = chosen(case)
     return {
+        "layers": case.num_layers_of_model,
         "operations": number,
-        "gigabytes": round(num_bytes / 1e9, 2),
+        "gigabytes": round(num_bytes / 1e9, 3),
         "compiled_kernels": sum(graph.num_kernels for graph in compiled),
-        "compiled_gigabytes": round(sum(graph.num_bytes for graph in compiled) / 1e9, 2),
+        "compiled_gigabytes": round(sum(graph.num_bytes for graph in compiled) / 1e9, 3),
         "bytes_ratio": round(sum(graph.num_bytes for graph in compiled) / num_bytes, 2),
     }
 

@@ -12,6 +12,7 @@ if find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 from tests.benchmarks.compiled_layers import CASES, STORED, chosen
+from tests.benchmarks.operations import cases
 
 FIGURES = json.loads(STORED.read_text(encoding="utf-8"))
 
@@ -30,3 +31,14 @@ def test_a_layer_has_no_more_kernels_and_bytes_than_stored(name: str):
         assert all(number <= case.rows * case.length for dtype, number in graph.saved if dtype == torch.int64)
         assert "keep_mask" not in graph.code
         assert "keyed_dropout" not in graph.code
+
+
+def test_layers_have_the_shapes_of_the_steps_that_they_change():
+    """`docs/generate.py` replaces layers of stored steps by stored compiled ones."""
+    steps = {case.model: case for case in cases() if case.microbatches == 1}
+    for name, case in CASES.items():
+        if (step := steps.get(name.partition(",")[0])) is not None:
+            assert (case.rows, case.length) == (step.rows, step.length)
+            assert step.config.items() <= case.config.items()
+        assert FIGURES[name]["layers"] == case.num_layers_of_model
+    assert sum(row["layers"] for name, row in FIGURES.items() if name.startswith("ModernBERT")) == 22
