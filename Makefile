@@ -66,11 +66,11 @@ bench: $(INSTALLED)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.benchmarks.throughput --models small minilm base --precisions fp32 bf16 \
 	  --rounds 10 --steps 2 --json bench.json
 	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.benchmarks.throughput --models small \
-	  --tasks tags questions choices "masked words" --further packed --rounds 10 --steps 2
+	  --tasks tags questions choices "masked words" --further "without padding" --rounds 10 --steps 2
 	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.benchmarks.throughput --models small minilm --keys data.pad_to=32 \
 	  --further compiled --warm-up 8 --rounds 10 --steps 2
 	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.benchmarks.throughput --models small minilm --processes 1 --defaults \
-	  --further packed "rows in random order" "rows in random order, packed" --rounds 3 --steps 12
+	  --further "without padding" "rows in random order" "rows in random order, without padding" --rounds 3 --steps 12
 
 bench-quick: $(INSTALLED)
 	HF_HUB_OFFLINE=1 $(BIN)/python -m tests.benchmarks.throughput --models small --processes 1 --rounds 20 --steps 4

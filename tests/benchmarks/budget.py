@@ -18,8 +18,12 @@ from tests.helpers.processes import ROOT
 TOLERANCE = 0.15
 """The relative difference from which an assumption counts as wrong."""
 COPY_RATE, PRODUCT_RATE = 4.11e12, 576e12
-BYTES_OF_UPDATE = 30
-"""The bytes that an update reads and writes for each parameter, with the copy in bf16."""
+BYTES_OF_UPDATE, BYTES_OF_TORCHS_UPDATE = 34, 46
+"""The bytes that the norm, clipping, AdamW and the copy in bf16 read and write for each parameter.
+
+Gradients, weights and moments are in fp32. The kernel reads 16 and writes 14, and the norm reads 4. Torch's clipping
+reads and writes 8 more, and its copy reads 4.
+"""
 BERT_LARGE, BERT_BASE, LLAMA = "BERT-large, 32 x 384", "BERT-base, 32 x 128", "Llama 1B, 2 x 2048"
 EAGER, GRAPHS, BOTH = "keyed dropout", "keyed dropout, CUDA graphs", "compiled, CUDA graphs"
 _UNITS = {"ms": 1e3, "TFLOP/s": 1e-12, "TB/s": 1e-12, "ns a parameter": 1.0, "operations": 1.0}
@@ -50,10 +54,10 @@ def case_name(work: str, variant: str) -> str:
 
 
 @cache
-def counted_operations() -> int:
-    """Return the operations of a step of BERT-base by count (`python -m tests.benchmarks.operations`)."""
+def counted_operations(work: str) -> int:
+    """Return the operations of a step of a model by count (`python -m tests.benchmarks.operations`)."""
     stored = json.loads((ROOT / "docs" / "operations.json").read_text(encoding="utf-8"))
-    return int(stored["BERT-base, sequence_classification, bf16, one process"]["operations"])
+    return int(stored[f"{work}, bf16, one process"]["operations"])
 
 
 def budget() -> Iterator[Expected]:
@@ -85,26 +89,33 @@ def budget() -> Iterator[Expected]:
         "attention of a layer of BERT-large", "attention_kernels", attention, "ms", 0.29,
         "11 ms of 24 layers less 4 ms, since the backward pass reads the mask",
     )  # fmt: skip
-    for file, case in (("graph_work", "BERT-base, keyed dropout"), ("profile", "BERT-base, CUDA graphs")):
+    base, llama = "BERT-base, sequence_classification", "Llama 1B, causal_lm"
+    for file, case, work in (
+        ("graph_work", f"BERT-base, {EAGER}", base),
+        ("profile", "BERT-base, CUDA graphs", base),
+        ("profile", "Llama 1B, CUDA graphs", llama),
+    ):
         kind = "without graphs" if file == "graph_work" else "with graphs"
         yield Expected(
-            f"operations of BERT-base {kind}", file, (case, "operations_a_step"), "operations", counted_operations(),
-            "graphs add no work, and a count on fake tensors has all operations",
+            f"operations of {work.partition(',')[0]} {kind}", file, (case, "operations_a_step"), "operations",
+            counted_operations(work), "graphs add no work, and a count on fake tensors has all operations",
         )  # fmt: skip
-    place = ("updates", "ours", "nanoseconds_per_element")
-    each = 1e9 * BYTES_OF_UPDATE / COPY_RATE
-    yield Expected(
-        "AdamW", "updates", place, "ns a parameter", each, f"{BYTES_OF_UPDATE} bytes a parameter at copy speed"
-    )
+    for name, kind, num_bytes in (
+        ("AdamW", "ours", BYTES_OF_UPDATE),
+        ("AdamW by torch", "torch, fused", BYTES_OF_TORCHS_UPDATE),
+    ):
+        place, each = ("updates", kind, "nanoseconds_per_element"), 1e9 * num_bytes / COPY_RATE
+        yield Expected(name, "updates", place, "ns a parameter", each, f"{num_bytes} bytes a parameter at copy speed")
 
 
 def lines(folder: Path) -> Iterator[str]:
-    """Yield a line for each expected figure that the results in a folder have, and the assumptions that were wrong."""
-    for one in budget():
-        try:
-            found = one.measured(json.loads((folder / f"{one.file}.json").read_text(encoding="utf-8")))
-        except (OSError, ValueError):
-            found = None
+    """Yield a line for each expected figure that the results in a folder have, and the assumptions that were wrong.
+
+    Then each other measured time has a line: beside its planned time, or without an expected one.
+    """
+    expected, results = list(budget()), {file.stem: _read(file) for file in sorted(folder.glob("*.json"))}
+    for one in expected:
+        found = one.measured(results.get(one.file, {}))
         begin = f"{one.name}: expected {one.value:.4g} {one.unit}"
         if found is None:
             yield f"{begin}, not measured"
@@ -112,3 +123,21 @@ def lines(folder: Path) -> Iterator[str]:
         ratio = found / one.value
         wrong = f"; wrong assumption: {one.assumption}" if abs(ratio - 1) > TOLERANCE else ""
         yield f"{begin}, measured {found:.4g}, {ratio:.2f} times{wrong}"
+    places = {(one.file, *one.place[:-1]) for one in expected}
+    for file, part in results.items():
+        for group, rows in part.items() if file != "gpu" else ():  # which has the trainings of all parts
+            for name, row in rows.items() if isinstance(rows, dict) else ():
+                seconds = row.get("step_seconds", row.get("seconds")) if isinstance(row, dict) else None
+                if seconds is None or group == "plans" or "error" in row or (file, group, name) in places:
+                    continue
+                planned = row.get("planned_step_seconds")
+                other = f"planned {1e3 * planned:.4g} ms" if planned else "no expected value"
+                yield f"{group}, {name}: {other}, measured {1e3 * seconds:.4g} ms"
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from trainer.base.disk import replace_text
 from trainer.engine.optimizers.parameters import TrainedParameters
 from trainer.engine.optimizers.table import build_optimizer
 from trainer.parallel import kernel_support
+from trainer.parallel.weight_copies import KeptCopy, kept_copy
 from trainer.recipe.schema import AdamW
 
 Result = tuple[str, Callable[[], dict[str, Any]]]
@@ -154,7 +155,19 @@ class Measures:
 
     def _ours(self, weights: list[nn.Parameter]) -> Callable[[], None]:
         named = {str(number): weight for number, weight in enumerate(weights)}
-        return _clipped_and_rounded(weights, build_optimizer(AdamW(), TrainedParameters(named)))
+        optimizer = build_optimizer(AdamW(), TrainedParameters(named))
+        if not optimizer.scales_gradients:  # the kernel does not run here
+            return _clipped_and_rounded(weights, optimizer)
+        for weight in weights:
+            copy = cast(KeptCopy, kept_copy(weight))
+            copy.tensor, copy.version = weight.detach().bfloat16(), weight._version
+
+        def step() -> None:
+            norm = nn.utils.get_total_norm([cast(torch.Tensor, weight.grad) for weight in weights])
+            optimizer.factor = (1.0 / (norm + 1e-6)).clamp(max=1.0)
+            optimizer.step()
+
+        return step
 
 
 def _clipped_and_rounded(weights: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> Callable[[], None]:

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -127,6 +127,9 @@ class _PyTorch:
     def passes(self, is_last: bool) -> AbstractContextManager[Any]:
         return self.model.no_sync() if self._is_parallel and not is_last else nullcontext()
 
+    def loss_sum(self, training: PeerTraining, rows: Microbatch) -> Tensor:
+        return training.loss_sum(self.model(**training.inputs(rows)), rows)
+
     def backward(self, loss: Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
 
@@ -159,6 +162,23 @@ class _Captured(_Compiled):
     def passes(self, is_last: bool) -> AbstractContextManager[Any]:
         torch.compiler.cudagraph_mark_step_begin()
         return super().passes(is_last)
+
+
+class _Sparse(_Compiled):
+    """The compiled loop with logits of masked tokens only, as in the repository of ModernBERT.
+
+    That trains by StableAdamW, without clipping, on packed rows in flash-attn, and compiles parts of layers. Here are
+    torch's AdamW, rows of the whole length, torch's attention, and graphs of the model around the choice of tokens.
+    """
+
+    def __init__(self, training: PeerTraining) -> None:
+        cast(Any, training.model).sparse_prediction = True
+        super().__init__(training)
+
+    def loss_sum(self, training: PeerTraining, rows: Microbatch) -> Tensor:
+        inputs = {key: value for key, value in training.inputs(rows).items() if key != "attention_mask"}
+        loss: Tensor = self.model(**inputs, labels=rows.labels, num_items_in_batch=1).loss  # a sum over the labels
+        return loss
 
 
 class _Accelerate(_PyTorch):
@@ -257,8 +277,7 @@ def _train_in_loop(
             rows = microbatch.to(device)
             with loop.passes(microbatch is batch.microbatches[-1]):
                 with torch.autocast(device.type, torch.bfloat16, enabled=loop.autocasts and training.is_bf16):
-                    output = loop.model(**training.inputs(rows))
-                loss = training.loss_sum(output, rows) / labels
+                    loss = loop.loss_sum(training, rows) / labels
                 loop.backward(loss * training.ranks)
                 total += loss.detach()
         norm = loop.update()
@@ -346,6 +365,7 @@ PEERS: Mapping[str, Callable[[PeerTraining, Iterable[RankBatch], OnStep | None],
     "pytorch": partial(_train_in_loop, _PyTorch),
     "compiled": partial(_train_in_loop, _Compiled),
     "captured": partial(_train_in_loop, _Captured),
+    "sparse": partial(_train_in_loop, _Sparse),
     "transformers": _train_in_trainer,
     "accelerate": partial(_train_in_loop, _Accelerate),
     "accelerate_fsdp2": partial(_train_in_loop, _AccelerateFSDP2),

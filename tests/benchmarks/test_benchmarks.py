@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import signal
 import sys
 import time
@@ -15,8 +16,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from docs.generate import gpu_figures, throughput, throughput_by_default
-from tests.benchmarks import budget, first_gpu, memory
+from docs.generate import compiled_step, gpu_figures, operations, throughput, throughput_by_default
+from tests.benchmarks import budget, first_gpu, gpu, memory
 from tests.benchmarks.first_gpu import SAME_LOSSES, Part, Runner, checks
 from tests.benchmarks.gpu import BASE, Case, read_plans, shrunk
 from tests.benchmarks.gpu import cases as gpu_cases
@@ -24,7 +25,7 @@ from tests.benchmarks.gpu import run as run_trainings
 from tests.benchmarks.gpu_profile import main as gpu_profile
 from tests.benchmarks.gpu_profile import waits_counted
 from tests.benchmarks.operations import STORED, Count, cases, ours, plain
-from tests.benchmarks.throughput import regressions
+from tests.benchmarks.throughput import FURTHER, regressions
 from tests.helpers import processes, warm
 from tests.helpers.memory import needs_peak
 from trainer.tools.plan.ledger import Totals
@@ -251,7 +252,24 @@ def test_a_budget_names_the_wrong_assumption(tmp_path: Path):
     assert "copies: expected 4.11 TB/s, measured 4.2, 1.02 times" in shown
     (line,) = [line for line in shown if "compiled and captured: expected 60 ms" in line]
     assert "measured 75.1, 1.25 times; wrong assumption: compiled layers move 3.18 GB" in line
-    assert "AdamW: expected 0.007299 ns a parameter, not measured" in shown
+    assert "AdamW: expected 0.008273 ns a parameter, not measured" in shown
+
+
+def test_each_measured_time_has_its_expected_value_or_a_line_that_says_none(tmp_path: Path):
+    row = {"step_seconds": 0.01, "planned_step_seconds": 0.02}
+    parts = {
+        "training": {"A": row, "B": {"error": "E"}},
+        "compiled": {"A": {"step_seconds": 0.03}},
+        "plans": {"A": row},
+    }
+    (tmp_path / "ours.json").write_text(json.dumps(parts | {"device": "H200"}))
+    (tmp_path / "gpu.json").write_text(json.dumps(parts))
+    (tmp_path / "ceilings.json").write_text(json.dumps({"ceilings": {"copy": {"seconds": 1.0}}}))
+    others = [line for line in budget.lines(tmp_path) if ": expected" not in line]
+    assert others == [
+        "training, A: planned 20 ms, measured 10 ms",
+        "compiled, A: no expected value, measured 30 ms",
+    ]
 
 
 @pytest.mark.slow
@@ -261,7 +279,8 @@ def test_a_refused_combination_is_named_and_the_others_run(tmp_path: Path):
         Case("BERT-base", BASE, 16, 4, variant) for variant in ("keyed dropout, CUDA graphs", "no dropout")
     )
     cases = {case.name: shrunk(case) for case in (refused, trained)}
-    run_trainings(cases, True, time.monotonic() + 200, tmp_path / "ours.json", None, ["ours"], 1)
+    errors = run_trainings(cases, True, time.monotonic() + 200, tmp_path / "ours.json", None, ["ours"], 1)
+    assert not errors, "on a CPU, rows with CUDA graphs do not fail"
     found = json.loads((tmp_path / "ours.json").read_text())["training"]
     assert "CUDA" in found[refused.name]["error"] or "GPU" in found[refused.name]["error"]
     assert found[trained.name]["step_seconds"] > 0
@@ -273,9 +292,31 @@ def test_the_first_minutes_on_a_gpu_are_rehearsed_with_tiny_models(tmp_path: Pat
     assert first_gpu.main(["--tiny", "--minutes", "90", "--only", "ceilings", "graph_work", "--out", str(out)]) == 0
     heading, *lines = (out / "budget.txt").read_text().splitlines()
     assert "rehearsal" in heading
-    assert len(lines) == len(list(budget.budget()))
-    shown = [line.partition(":")[0] for line in lines if "not measured" not in line]
+    expected = [line for line in lines if ": expected" in line]
+    assert len(expected) == len(list(budget.budget()))
+    shown = [line.partition(":")[0] for line in expected if "not measured" not in line]
     assert shown == ["products of BERT-large", "copies", "operations of BERT-base without graphs"]
+
+
+def test_the_recipes_of_all_trainings_are_valid():
+    """No key was renamed: a refused recipe would cost the row on a GPU."""
+    for case in gpu_cases():
+        case.recipe()
+
+
+def test_the_makefile_names_trainings_that_exist():
+    text = (processes.ROOT / "Makefile").read_text().replace("\\\n", " ")
+    named = [shlex.split(words) for words in re.findall(r"--further (.*?)(?= --|$)", text, re.MULTILINE)]
+    assert len(named) == 3
+    assert {name for names in named for name in names} <= FURTHER.keys()
+
+
+def test_a_row_that_fails_fails_its_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    answers = iter([{"device": "H200"}, {"flops": 1}, {"error": "OutOfMemoryError: too much"}])
+    monkeypatch.setattr(gpu, "apart", lambda *_: next(answers))
+    case = Case("BERT-base", BASE, 16, 4)
+    errors = run_trainings({case.name: case}, True, time.monotonic() + 9, tmp_path / "ours.json", None, ["ours"], 1)
+    assert errors == [f"training, {case.name}: OutOfMemoryError: too much"]
 
 
 def test_plans_of_another_device_have_no_times(tmp_path: Path):
@@ -408,6 +449,24 @@ def test_no_stored_row_has_more_than_a_plain_loop():
         is_goal = name.startswith("BERT-base, sequence_classification, bf16")
         assert row["operations_ratio"] <= (0.8 if is_goal else 1.0), name
         assert row["bytes_ratio"] <= (0.9 if is_goal else 1.0), name
+
+
+def test_compiled_layers_change_the_counts_of_a_step():
+    step = {
+        "operations": 100,
+        "plain_operations": 200,
+        "gigabytes": 10.0,
+        "plain_gigabytes": 16.0,
+        "bytes_ratio": 0.625,
+    }
+    one = {"layers": 12, "operations": 4, "compiled_kernels": 3, "gigabytes": 0.5, "compiled_gigabytes": 0.25}
+    two = {"layers": 2, "operations": 4, "compiled_kernels": 5, "gigabytes": 0.5, "compiled_gigabytes": 0.0}
+    assert compiled_step(step, [one, two]) == (100 - 12 + 2, 10 - 3 - 1)
+    rows = {f"A, task, {kind}": step for kind in ("bf16, one process", "bf16, ddp", "fp32, one process")}
+    shown = operations({**rows, "B, task, bf16, one process": step}, {"A, local": one, "A, global": two}).splitlines()
+    assert "| A, task, bf16 | 100 of 200, 0.62 | 90, 0.38 | 100 of 200, 0.62 |" in shown
+    assert "| A, task, fp32 | 100 of 200, 0.62 | - | - |" in shown
+    assert "| B, task, bf16 | 100 of 200, 0.62 | - | - |" in shown
 
 
 def test_operations_are_summed_over_phases_without_views():

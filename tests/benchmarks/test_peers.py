@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.benchmarks.gpu import BASE, MASKED_WORDS, MODERN, Case, random_batches, shrunk
 from tests.benchmarks.peers import PEERS, FlatBatches, PeerTraining, name_ranks, with_torchs_dropout
 from tests.helpers.ranks import RankPools
 from trainer.models.fill import build_model
@@ -17,6 +18,7 @@ from trainer.parallel.microbatch import IGNORED_LABEL, Microbatch, RankBatch
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
+from trainer.tools.plan.simulated_step import planned_model, planned_task
 from trainer.training.assembly import assemble, train_batches
 from trainer.training.describing import describe_model
 from trainer.training.process_group import open_mesh
@@ -59,6 +61,36 @@ def test_all_learn_the_same(sample: str, ranks: RankPools, tmp_path: Path):
     for other in others:
         # the second step is after an update by Adam, which enlarges rounding
         assert other == [pytest.approx(ours[0], rel=1e-6), pytest.approx(ours[1], rel=1e-5)]
+
+
+COMPILED = {"compiled": Case("BERT-base", BASE, 16, 4), "sparse": Case(MASKED_WORDS, MODERN, 16, 4)}
+
+
+def losses_of_loops(name: str) -> list[list[float]]:
+    """Return the losses of a plain loop and of a compiled one, on one process."""
+    case = COMPILED[name]
+    case = shrunk(replace(case, variant="without padding, no dropout", precision="fp32"))
+    case = replace(case, config={**case.config, "num_hidden_layers": 1})
+    recipe = case.recipe()
+    plan = plan_run(recipe, 1)
+    task = planned_task(plan)
+    found = []
+    for peer in ("pytorch", name):
+        built = build_model(planned_model(plan))
+        of_peer: list[float] = []
+        one = PeerTraining(recipe, plan, task, built, STEPS, STEPS)
+        batches = random_batches(case, recipe, task, built.model.config)
+        PEERS[peer](one, batches, lambda batch, loss, norm, into=of_peer: into.append(loss))
+        found.append(of_peer)
+    return found
+
+
+@pytest.mark.parametrize("name", ["compiled", pytest.param("sparse", marks=pytest.mark.nightly)])
+@pytest.mark.slow
+def test_a_compiled_loop_learns_the_same(name: str, ranks: RankPools):
+    plain, compiled = ranks(1).run(losses_of_loops, name)[0]
+    assert len(compiled) == STEPS
+    assert compiled == [pytest.approx(plain[0], rel=1e-6), pytest.approx(plain[1], rel=1e-5)]
 
 
 def test_rows_without_labels_and_fillers_count_nothing():

@@ -37,6 +37,7 @@ from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.schema import MaskedLM, Recipe
 
 BASELINE = "PyTorch by hand"
+COMPILED = "PyTorch by hand, compiled"
 TORCHS_DROPOUT = "ours, torch's dropout"
 BY_DEFAULT = "transformers' Trainer, defaults"
 OURS = {"ours": [], TORCHS_DROPOUT: ["training.layout_invariant_dropout=false"]}
@@ -75,6 +76,8 @@ def _contestants(recipes: Mapping[str, Recipe], world_size: int, by_default: boo
         Contestant("transformers' Trainer", partial(peer, "transformers", torchs), ready),
         Contestant("accelerate", partial(peer, "accelerate", torchs), ready),
     ]
+    if any(recipe.compile for recipe in recipes.values()):
+        found.append(Contestant(COMPILED, partial(peer, "compiled", torchs), ready))
     if world_size > 1:
         found.append(Contestant("DeepSpeed, ZeRO-1", partial(peer, "deepspeed", torchs), ready))
         if not isinstance(torchs.recipe.task, MaskedLM):  # accelerate shards the tied bias twice, and fails

@@ -22,6 +22,7 @@ NUM_TESTS_SHOWN, NUM_FILES_SHOWN = 40, 20
 SLOW = {
     "tests/benchmarks/test_benchmarks.py::test_throughput": "trains with four programs, two processes each",
     "tests/benchmarks/test_benchmarks.py::test_tensor": "trains with three programs, two processes each",
+    "tests/benchmarks/test_peers.py::test_a_compiled_loop_learns_the_same": "g++ builds the code of a whole model",
     "tests/chaos/test_chaos.py::test_a_sample_of_the_campaign": "a dozen starts of ranks",
     "tests/docker/test_install.py::test_a_fresh_prefix_holds_the_pinned_versions_and_the_recipes": "installs by pip",
     "tests/features/elastic/test_elastic.py::TestTorchrun::test_a_node_leaves_and_joins": "four starts without a fork",
