@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import tomllib
 import zipfile
@@ -34,13 +35,14 @@ def test_the_wheel_holds_the_recipes_with_their_data(tmp_path):
         *("ranks.sh", "slurm.sbatch", "templates/jobset.yaml.j2", "templates/pod.yaml.j2"),
     }
     assert not {path for path in held if path.startswith("tests/") or path.endswith("/page.md")}
+    assert f"recipe_trainer-{__version__}.dist-info/sboms/sbom.cdx.json" in held
 
 
 def test_a_release_runs_what_make_dist_runs():
     """The workflow sends only what `make dist` has trained with, for a tag that is the version."""
-    build, publish = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"].values()
+    build, publish, images = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"].values()
     assert "make dist" in [step.get("run") for step in build["steps"]]
-    assert publish["needs"] == "build"
+    assert (publish["needs"], images["needs"]) == ("build", "publish")
     (check,) = [step["run"] for step in build["steps"] if "GITHUB_REF_NAME" in step.get("run", "")]
     for tag, code in ((f"v{__version__}", 0), ("v99.0", 1)):
         ended = run(["bash", "-c", check], GITHUB_REF_NAME=tag)
@@ -74,6 +76,20 @@ def test_the_nightly_workflow_tries_both_ends_of_the_bounds():
     assert [one["versions"] for one in job["strategy"]["matrix"]["include"]] == ["lowest", "newest"]
     assert "make test-bounds VERSIONS=${{ matrix.versions }}" in [step.get("run") for step in job["steps"]]
     assert run([Path(sys.executable).parent / "shellcheck", ROOT / ".ci" / "bounds"]).returncode == 0
+
+
+def test_workflows_pin_actions_by_commit():
+    workflows = [path.read_text() for path in (ROOT / ".github/workflows").glob("*.yml")]
+    used = [line for text in workflows for line in text.splitlines() if "uses:" in line]
+    assert len(used) > 5
+    for line in used:
+        assert re.search(r"@[0-9a-f]{40} # v\d+\.\d+\.\d+$", line), line
+
+
+def test_each_push_runs_the_checks_and_the_quick_tests():
+    (job,) = yaml.safe_load((ROOT / ".github/workflows/push.yml").read_text())["jobs"].values()
+    assert {"make check", "make test"} <= {step.get("run") for step in job["steps"]}
+    assert "3.11" in job["strategy"]["matrix"]["python"], "the oldest that pyproject.toml allows"
 
 
 def test_make_names_the_oldest_python(tmp_path):

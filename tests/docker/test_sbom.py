@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.docker.isolation import DOCKER
-from tests.helpers.processes import run
+from tests.helpers.processes import ROOT, run
 
 
 def test_the_bill_names_packages_of_python_and_of_the_system():
@@ -18,3 +18,9 @@ def test_the_bill_names_packages_of_python_and_of_the_system():
     if shutil.which("dpkg-query") is None:
         pytest.skip("no Debian packages here")
     assert "pkg:deb/dpkg" in names
+
+
+def test_the_bill_of_the_wheel_is_stored():
+    written = run([sys.executable, DOCKER / "sbom.py", "wheel"], 60)
+    assert written.returncode == 0, written.stderr
+    assert written.stdout == (ROOT / ".ci/sbom.cdx.json").read_text(), "python docker/sbom.py wheel > .ci/sbom.cdx.json"
