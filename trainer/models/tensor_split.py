@@ -29,7 +29,6 @@ from trainer.models.layer_hooks import HIDDEN_STATES, Stacks, change_inputs
 from trainer.models.names import owner_of, prefixes, replace_in, tied_names
 from trainer.models.sequence_axis import sequence_axis
 from trainer.models.vector_scale import scale_of
-from trainer.parallel.communication import copy_to_group, in_product_type
 from trainer.parallel.dropout import KeyedDropout
 from trainer.parallel.groups import Group, group_size, index_in_group
 from trainer.parallel.pipeline.stand_ins import Absent
@@ -43,10 +42,10 @@ from trainer.parallel.placement import (
     whole,
 )
 from trainer.parallel.row_groups import RowGroups
-from trainer.parallel.sharded_sequence import LayerCut, SequenceCut
+from trainer.parallel.sharded_sequence import LayerCut
 from trainer.parallel.shards.slices import part_of
 from trainer.parallel.tensor.embedding import FeatureParallelEmbedding, VocabParallelEmbedding
-from trainer.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from trainer.parallel.tensor.linear import SHARED_INPUT, ColumnParallelLinear, RowParallelLinear, SharedInput
 from trainer.parallel.tensor.low_rank import LowRank
 from trainer.parallel.tensor.trained_rows import TrainedRows
 
@@ -220,12 +219,10 @@ class _Cutting:
         transposed = isinstance(module, Conv1D)
 
         def column(blocks: int) -> ColumnParallelLinear:
-            # The gradient of an input is summed over tensor ranks once: around the module that shares it, by the gather
-            # of positions, or here.
-            copies_input = not has_sharer and cut is None
-            part = ColumnParallelLinear(module, group, blocks=blocks, transposed=transposed, copies_input=copies_input)
-            if cut and not has_sharer:
-                change_inputs(part, lambda _, hidden: cut.gather(hidden))
+            part = ColumnParallelLinear(module, group, blocks=blocks, transposed=transposed)
+            # The gradient of an input is summed over tensor ranks once: around the module that shares it, or here.
+            if not has_sharer:
+                part.shared_input = SharedInput(group, cut)
             return part
 
         makers: list[tuple[Iterable[str], Callable[[], _Part]]] = [
@@ -243,16 +240,10 @@ class _Cutting:
         Hidden states that are sharded by position are gathered instead. A decoder's input from the encoder is whole on
         every rank.
         """
-        group = self._groups.tensor
-
-        def shared(cut: SequenceCut | None, name: str, tensor: Tensor) -> Tensor:
-            if cut and name == HIDDEN_STATES:
-                return cut.gather(tensor)
-            # Rounded before the copy, the gradient that the group sums has half of the bytes.
-            return copy_to_group(in_product_type(tensor), group)
-
         for place in self._matching(self._plan.shared_inputs):
-            change_inputs(place.module, partial(shared, self._stacks.sequence_of(place.name)), _INPUTS)
+            shared = SharedInput(self._groups.tensor, self._stacks.sequence_of(place.name))
+            vars(place.module)[SHARED_INPUT] = shared
+            change_inputs(place.module, partial(_share, shared), _INPUTS)
 
     def divide_attributes(self) -> None:
         size = group_size(self._groups.tensor)
@@ -302,6 +293,10 @@ class _Cutting:
     def _context_axes(self, place: _Place) -> list[str]:
         """Return the context axis if a module works on this rank's positions, so that its gradients are partial."""
         return [CONTEXT_AXIS] if self._stacks.layer_cut_of(place.name) else []
+
+
+def _share(shared: SharedInput, name: str, x: Tensor) -> Tensor:
+    return shared(x, name == HIDDEN_STATES)
 
 
 def _plan_of(model: Any) -> TensorPlan:

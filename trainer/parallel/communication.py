@@ -42,6 +42,9 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 from trainer.parallel.groups import Group, group_size, index_in_group
 from trainer.parallel.shards.slices import bounds_of_part
 
+Begun = list[Callable[[], object]]
+"""The waits for messages that were begun. The backward pass adds that for the gradient of an input."""
+
 
 def in_product_type(x: Tensor) -> Tensor:
     """Return `x` in autocast's type of matrix products, for products only; unchanged without autocast.
@@ -53,9 +56,13 @@ def in_product_type(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) and x.dtype == torch.float32 else x
 
 
-def copy_to_group(x: Tensor, group: Group) -> Tensor:
-    """Return `x`, which is equal on all ranks (`f` in Shoeybi et al. 2019, section 3)."""
-    return _apply(x, group, "copy_to_group")
+def copy_to_group(x: Tensor, group: Group, begun: Begun | None = None) -> Tensor:
+    """Return `x`, which is equal on all ranks (`f` in Shoeybi et al. 2019, section 3).
+
+    Args:
+        begun: gets the wait for the sum of the gradients, which is not complete before; None: the sum is waited for.
+    """
+    return _apply(x, group, "copy_to_group", begun=begun)
 
 
 def reduce_from_group(x: Tensor, group: Group) -> Tensor:
@@ -72,9 +79,12 @@ def reduce_in_place(x: Tensor, group: Group) -> Tensor:
     return _apply(x, group, "reduce_in_place")
 
 
-def gather_sequence(x: Tensor, group: Group, dim: int, total: int) -> Tensor:
-    """Return all positions, `[..., total, ...]`, from this rank's (`g` in Korthikanti et al. 2022, section 4.2.2)."""
-    return _apply(x, group, "gather_sequence", dim, total)
+def gather_sequence(x: Tensor, group: Group, dim: int, total: int, begun: Begun | None = None) -> Tensor:
+    """Return all positions, `[..., total, ...]`, from this rank's (`g` in Korthikanti et al. 2022, section 4.2.2).
+
+    For `begun` see `copy_to_group`.
+    """
+    return _apply(x, group, "gather_sequence", dim, total, begun=begun)
 
 
 def scatter_sum_sequence(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -96,18 +106,19 @@ def join_sequence(x: Tensor, group: Group, dim: int, total: int) -> Tensor:
     return _apply(x, group, "join_sequence", dim, total)
 
 
-def _apply(x: Tensor, group: Group, name: str, *args: int) -> Tensor:
+def _apply(x: Tensor, group: Group, name: str, *args: int, begun: Begun | None = None) -> Tensor:
     if group is None or group_size(group) == 1:
         return x
-    return cast(Tensor, _Collective.apply(x, group, name, *args))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Collective.apply(x, group, name, begun, *args))  # type: ignore[no-untyped-call]
 
 
 class _Collective(torch.autograd.Function):
     """A collective of `_FORWARD_AND_BACKWARD`; both passes have the same further arguments."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, name: str, *args: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, name: str, begun: Begun | None, *args: int) -> Tensor:
         ctx.group, ctx.name, ctx.args = group, name, args
+        ctx.begun = {} if begun is None else {"begun": begun}
         y = _FORWARD_AND_BACKWARD[name][0](x, group, *args)
         if y is x:
             ctx.mark_dirty(x)
@@ -116,13 +127,22 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _FORWARD_AND_BACKWARD[ctx.name][1](grad, ctx.group, *ctx.args), None, None, *[None] * len(ctx.args)
+        of_x = _FORWARD_AND_BACKWARD[ctx.name][1](grad, ctx.group, *ctx.args, **ctx.begun)
+        return of_x, None, None, None, *[None] * len(ctx.args)
 
 
-def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _send(collective: Callable[..., Any], *tensors: Tensor, group: dist.ProcessGroup, begun: Begun | None) -> None:
+    """Call a collective; with `begun`, add its wait there, and do not wait."""
+    if begun is None:
+        collective(*tensors, group=group)
+    else:
+        begun.append(collective(*tensors, group=group, async_op=True).wait)
+
+
+def _sum(x: Tensor, group: dist.ProcessGroup, begun: Begun | None = None) -> Tensor:
     """Return the sum over the ranks in new memory, since `x` may have other readers."""
     total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
+    _send(dist.all_reduce, total, group=group, begun=begun)
     return total
 
 
@@ -175,7 +195,7 @@ def _gather(x: Tensor, group: dist.ProcessGroup, dim: int, total: int) -> Tensor
     )
 
 
-def _scatter_sum(x: Tensor, group: dist.ProcessGroup, dim: int, total: int) -> Tensor:
+def _scatter_sum(x: Tensor, group: dist.ProcessGroup, dim: int, total: int, begun: Begun | None = None) -> Tensor:
     size, dim = group_size(group), dim % x.dim()
     shape = _part_shape(x, dim, total, size)
     num_whole, rest = divmod(total, max(shape[dim], 1))
@@ -189,7 +209,7 @@ def _scatter_sum(x: Tensor, group: dist.ProcessGroup, dim: int, total: int) -> T
         sent[num_whole:].zero_()
         sent.select(0, num_whole).narrow(dim, 0, rest).copy_(x.narrow(dim, total - rest, rest))
     received = x.new_empty(shape)
-    reduce_scatter_single()(received.view(-1), sent.view(-1), group=group)
+    _send(reduce_scatter_single(), received.view(-1), sent.view(-1), group=group, begun=begun)
     start, stop = bounds_of_part(total, index_in_group(group), size)
     return received if stop - start == shape[dim] else received.narrow(dim, 0, stop - start)
 

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor, nn
 
-from trainer.parallel.communication import gather_sequence, in_product_type, join_sequence, split_sequence
+from trainer.parallel.communication import Begun, gather_sequence, join_sequence, split_sequence
 from trainer.parallel.groups import Group, group_size, index_in_group
 from trainer.parallel.shards.slices import bounds_of_part
 
@@ -48,10 +48,13 @@ class SequenceCut:
         self._total = x.shape[SEQUENCE_DIM]
         return split_sequence(x, self.group, SEQUENCE_DIM)
 
-    def gather(self, x: Tensor) -> Tensor:
-        """Return all positions of these ranks, before matrices that are cut over them."""
-        # Rounded before it is sent, since the products would round it anyway.
-        return gather_sequence(in_product_type(x), self.group, SEQUENCE_DIM, self._total)
+    def gather(self, x: Tensor, begun: Begun | None = None) -> Tensor:
+        """Return all positions of these ranks, before matrices that are cut over them; see `copy_to_group`."""
+        return gather_sequence(x, self.group, SEQUENCE_DIM, self._total, begun)
+
+    def num_bytes(self, x: Tensor) -> int:
+        """Return the bytes of all positions `[batch, positions, hidden]`, of which `x` has those of this rank."""
+        return self._total * x.shape[0] * x.shape[-1] * x.element_size()
 
     def join(self, x: Tensor) -> Tensor:
         """Return all positions, at the stack's exit."""

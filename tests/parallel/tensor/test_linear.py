@@ -174,7 +174,7 @@ def gradients_in_fp64() -> None:
     parallel, _ = parallel_model("plain", model, dist.group.WORLD)
     x = random(2, 2, HIDDEN).double().requires_grad_()
     assert torch.autograd.gradcheck(parallel, x)
-    parallel.up.copies_input = False
+    parallel.up.shared_input = None
     assert not torch.autograd.gradcheck(parallel, x, raise_exception=False)
 
 

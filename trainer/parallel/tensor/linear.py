@@ -15,16 +15,46 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from trainer.parallel.communication import copy_to_group, in_product_type, reduce_in_place, scatter_sum_sequence
+from trainer.parallel.communication import Begun, copy_to_group, in_product_type, reduce_in_place, scatter_sum_sequence
 from trainer.parallel.dropout import KeyedDropout
 from trainer.parallel.groups import Group, group_size, index_in_group
 from trainer.parallel.mesh import JOINT_AXES
 from trainer.parallel.placement import ROWS_AXIS, TENSOR_AXIS, ParameterPlacement, Placements, Split
-from trainer.parallel.sharded_sequence import SEQUENCE_DIM
+from trainer.parallel.sharded_sequence import SEQUENCE_DIM, SequenceCut
 from trainer.parallel.shards.slices import part_of
 from trainer.parallel.tensor.kinds import ShardedLinear
 from trainer.parallel.tensor.low_rank import Base, LowRank, Magnitude, product_of
 from trainer.parallel.tensor.trained_rows import rows_of
+
+SHARED_INPUT = "shared_input"
+"""The attribute of modules with a `SharedInput`: of those around layers that share one, or of a layer."""
+
+
+class SharedInput:
+    """The input of column-parallel layers on all ranks; its gradient is summed over them (`f`, `g`).
+
+    Args:
+        cut: the cut that gathers hidden states; None: every rank has all positions.
+    """
+
+    def __init__(self, group: Group, cut: SequenceCut | None = None) -> None:
+        self._group = group
+        self._cut = cut
+
+    def prepared(self, x: Tensor, num_bytes: int) -> tuple[Tensor, Begun | None]:
+        """Return the input and the argument `begun` of `copy_to_group`, for features that replace this function.
+
+        Args:
+            num_bytes: the bytes of the input on all ranks, equal on each.
+        """
+        return x, None
+
+    def __call__(self, x: Tensor, is_hidden: bool = True) -> Tensor:
+        """Return `x`, equal on all ranks; `is_hidden`: it is cut as hidden states are."""
+        # Rounded before it is sent, since the products would round it anyway. Its gradient has half of the bytes, too.
+        x, cut = in_product_type(x), self._cut if is_hidden else None
+        x, begun = self.prepared(x, cut.num_bytes(x) if cut else x.nbytes)
+        return cut.gather(x, begun) if cut else copy_to_group(x, self._group, begun)
 
 
 class _ParallelLinear(ShardedLinear):
@@ -173,7 +203,7 @@ class ColumnParallelLinear(_ParallelLinear):
         copies_input: bool = False,
     ) -> None:
         super().__init__(whole, group, transposed=transposed, blocks=blocks, pads=pads)
-        self.copies_input = copies_input
+        self.shared_input = SharedInput(group) if copies_input else None
         rows = rows_of(whole)
         self.trained_rows = None if rows is None else rows.copy(group, self.out_features)
 
@@ -185,7 +215,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def received(self, x: Tensor) -> Tensor:
         """Return `x` with `f` applied to it, if this layer applies it."""
-        return copy_to_group(in_product_type(x), self.group) if self.copies_input else x
+        return x if self.shared_input is None else self.shared_input(x)
 
 
 class RowParallelLinear(_ParallelLinear):

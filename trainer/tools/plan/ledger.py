@@ -92,6 +92,8 @@ class Totals:
     traffic: dict[Collective, Traffic] = field(default_factory=dict)
     work: dict[Kind, Amount] = field(default_factory=dict)
     moved: int = 0
+    # the part of the work that a backward pass computes between the begin of a collective and the wait for it
+    behind: dict[tuple[Collective, Kind], Amount] = field(default_factory=dict)
 
     @property
     def flops(self) -> Counter[torch.dtype]:
@@ -124,12 +126,13 @@ class Totals:
             or (key.module and key.phase != OPTIMIZER_STEP and not sums_gradients(key))
         }
         work = {kind: amount for kind, amount in self.work.items() if kind.phase != OPTIMIZER_STEP}
-        return Totals(traffic, work, self.moved)
+        return Totals(traffic, work, self.moved, self.behind)
 
     def plus(self, other: Totals, times: int = 1) -> Totals:
         """Return the sum of these totals and `times` the others, which may be negative."""
         moved = self.moved + times * other.moved
-        return Totals(sum_of(self.traffic, other.traffic, times), sum_of(self.work, other.work, times), moved)
+        traffic, work = sum_of(self.traffic, other.traffic, times), sum_of(self.work, other.work, times)
+        return Totals(traffic, work, moved, sum_of(self.behind, other.behind, times))
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -156,6 +159,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._inside: list[str] = []  # the modules in a forward pass, innermost last
         self._behind = ""  # the module in a backward pass
         self._has_passed = False  # whether the last pass was a backward pass
+        # a collective that is not waited for at once, with its node of autograd and the next one
+        self._message: tuple[Collective, list[Any]] | None = None
         self._hooks = ExitStack()
         self._now = 0
         self._now_on_host = 0
@@ -338,7 +343,22 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif function.namespace != "profiler":  # marks for profilers; the first optimizer of a class adds more of them
             kind, amount = work_of(self._phase(), function, args, kwargs, inputs, outputs, result)
             self.totals.work[kind] = plus(self.totals.work.get(kind, NOTHING), amount)
+            self._count_behind(kind, amount)
         return result
+
+    def _count_behind(self, kind: Kind, amount: Amount) -> None:
+        """Count an operation that the node after that of a message computes, before it waits."""
+        if self._message is None:
+            return
+        message, nodes = self._message
+        node = torch._C._current_autograd_node() if _in_backward() else None
+        if node not in nodes:
+            nodes.append(node)
+        if node is None or len(nodes) > 2:
+            self._message = None
+        elif node is not nodes[0]:
+            key = message, kind
+            self.totals.behind[key] = plus(self.totals.behind.get(key, NOTHING), amount)
 
     def _follow_pass(self) -> None:
         """Note the module of the next operation of a backward pass, and what the first one finds alive."""
@@ -388,6 +408,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = function._overloadpacket.__name__
         collective = Collective(name, group, self._module(_in_backward()), self._phase())
         call = Traffic(1, max((tensor.nbytes for tensor in inputs), default=0))
+        # Arguments at the end with their default values are left out; the default is not to wait.
+        arguments = dict(zip((one.name for one in function._schema.arguments), args, strict=False))
+        is_begun = arguments.get("async_op", True) and _in_backward()
+        self._message = (collective, [torch._C._current_autograd_node()]) if is_begun else None
         self.totals.traffic[collective] = plus(self.totals.traffic.get(collective, Traffic(0, 0)), call)
         if "reduce_scatter" in name:  # of sharded gradients; the input is a buffer
             for tensor in inputs:

@@ -19,7 +19,7 @@ from trainer.parallel.placement import CONTEXT_AXIS, ROWS_AXIS
 from trainer.recipe.graphs_choice import LEAST_HOST_SHARE, auto_obstacle
 from trainer.recipe.plan import Layout, RunPlan
 from trainer.tools.plan.hardware import LEAST, LIKELY, MOST, Machine, Speed, kernel_name
-from trainer.tools.plan.ledger import POINT_TO_POINT
+from trainer.tools.plan.ledger import POINT_TO_POINT, Collective
 from trainer.tools.plan.step_plan import StepPlan
 from trainer.tools.plan.work import (
     ATTENTION,
@@ -32,6 +32,7 @@ from trainer.tools.plan.work import (
     REDUCTION,
     SPECIAL,
     VIEW,
+    Amount,
     Kind,
 )  # fmt: skip
 from trainer.tools.report.timeline import RUN_BACKWARD, RUN_FORWARD, Action, Timeline, order_of, simulate
@@ -187,6 +188,7 @@ class _Collective(NamedTuple):
     phase: str
     calls: int
     seconds: float
+    behind: float  # the seconds of the work between their begin and the wait for them
 
     @property
     def is_waited_for(self) -> bool:
@@ -219,13 +221,8 @@ class _Estimate:
         for kind, amount in step.totals.work.items():
             if not amount.number:
                 continue
-            # The operations of a kind count as equal, since a plan has their sums.
-            flops, moved = amount.flops / amount.number, amount.num_bytes / amount.number
-            issued[kind.phase] += amount.number * self._speed.operation.seconds(moved)
-            # A view costs the host a call and the device nothing.
-            if kind.operation != VIEW:
-                each = operation_seconds(kind, flops, moved, self._speed)
-                device[kind.phase] += amount.number * each
+            issued[kind.phase] += amount.number * self._speed.operation.seconds(amount.num_bytes / amount.number)
+            device[kind.phase] += self._seconds_of(kind, amount)
         if self._machine.is_cpu:
             return device, issued
         if self._plan.recipe.parallel.offload != "none":
@@ -238,6 +235,14 @@ class _Estimate:
         # On a GPU the host works ahead of the device, so only the rest beyond the device's time counts.
         return device, {phase: max(0.0, issued[phase] - device[phase]) for phase in PHASES}
 
+    def _seconds_of(self, kind: Kind, amount: Amount) -> float:
+        """Return the seconds of the operations of a kind on the device, which count as equal."""
+        # A view costs the host a call and the device nothing.
+        if kind.operation == VIEW or not amount.number:
+            return 0.0
+        flops, moved = amount.flops / amount.number, amount.num_bytes / amount.number
+        return amount.number * operation_seconds(kind, flops, moved, self._speed)
+
     def _is_captured(self, device: Mapping[str, float], issued: Mapping[str, float]) -> bool:
         recipe, spent = self._plan.recipe, sum(max(device[phase], issued[phase]) for phase in PHASES)
         if recipe.cuda_graphs != "auto" or sum(issued.values()) < LEAST_HOST_SHARE * spent:
@@ -246,13 +251,18 @@ class _Estimate:
 
     def _collectives(self, step: StepPlan) -> list[_Collective]:
         found = []
+        behind: dict[Collective, float] = defaultdict(float)
+        for (collective, kind), amount in step.totals.behind.items():
+            behind[collective] += self._seconds_of(kind, amount)
         for collective, traffic in step.totals.traffic.items():
             # The difference of two plans may leave a kind without calls.
             if traffic.calls > 0:
                 axis, calls = step.axes.get(collective.group, "all"), traffic.calls
                 link = link_of(self._plan.layout, axis, self._machine.local_ranks)
                 each = collective_seconds(collective.operation, traffic.num_bytes / calls, link, self._speed)
-                found.append(_Collective(collective.operation, axis, collective.phase, calls, calls * each))
+                found.append(
+                    _Collective(collective.operation, axis, collective.phase, calls, calls * each, behind[collective])
+                )
         return found
 
     def _waiting(self, collectives: Iterable[_Collective]) -> float:
@@ -269,8 +279,9 @@ class _Estimate:
         """Return the seconds of collectives during which no device computes.
 
         DDP sums the buckets of gradients during the last backward pass. FSDP gathers a layer and scatters gradients
-        during the computation of its neighbours. All other collectives are waited for, those around a ring too. There,
-        a rank sends and receives at the same time, so only sending counts.
+        during the computation of its neighbours. Some sums of tensor ranks hide gradients of weights. All other
+        collectives are waited for, those around a ring too. There, a rank sends and receives at the same time, so only
+        sending counts.
         """
         exposed, share = 0.0, self._share_that_hides
         for phase in phases:
@@ -278,7 +289,7 @@ class _Estimate:
             exposed += self._waiting(own)
             over_data = [one for one in own if one.axis in _DATA_AXES]
             exposed += sum(
-                one.seconds
+                one.seconds - min(one.seconds, one.behind) * self._machine.overlap
                 for one in own
                 if one.is_waited_for and (one.axis not in _DATA_AXES or phase == OPTIMIZER_STEP)
             )

@@ -1,0 +1,1 @@
+"""Gradients of weights behind the messages of tensor ranks."""
