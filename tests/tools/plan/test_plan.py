@@ -98,6 +98,20 @@ class TestDevices:
     def test_torchs_name_finds_a_file(self, name: str, gigabytes: int | None, known: str | None):
         assert device_named(name, gigabytes and gigabytes * 10**9) == known
 
+    @pytest.mark.parametrize(
+        ("written", "known"),
+        [
+            ("RTX4090", "RTX-4090"),
+            ("rtx 4090", "RTX-4090"),
+            ("4090", "RTX-4090"),
+            ("a100_80", "A100-80"),
+            ("NVIDIA H100 80GB HBM3", "H100"),
+            ("l40s", "L40S"),
+        ],
+    )
+    def test_a_name_may_be_written_as_people_do(self, written: str, known: str):
+        assert parse_devices(f"8x{written}").name == known
+
     def test_every_file_has_a_memory_and_a_source(self):
         assert len(known_devices()) > 10
         for name in known_devices():

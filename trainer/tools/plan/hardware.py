@@ -301,18 +301,26 @@ def _host_bytes(text: str | None) -> int | None:
 
 
 def _known(text: str, kind: str) -> Path:
-    names = {name.lower(): name for name in known_devices()}
-    name = names.get(kind.lower())
-    if name is None:
-        cutoff = 1.0 if kind.lower() in ("cuda", "gpu") else 0.4  # no device in particular; `cuda` is near to CPU
-        begin = [found for found in names if found.startswith(f"{kind.lower()}-")]
-        near = [names[found] for found in begin or get_close_matches(kind.lower(), names, n=3, cutoff=cutoff)]
+    """Return the file of a device; a name may leave out hyphens, the vendor, and all words but the model's."""
+    names, meant = known_devices(), _letters(kind)
+    found = [name for name in names if _letters(name) == meant] or [
+        name for name in names if len(meant) > 2 and meant in name.lower().split("-")
+    ]
+    if len(found) != 1 and (known := device_named(kind)):
+        found = [known]
+    if len(found) != 1:
+        cutoff = 1.0 if meant in ("cuda", "gpu") else 0.4  # no device in particular; `cuda` is near to CPU
+        near = found or get_close_matches(kind.upper(), names, n=3, cutoff=cutoff)
         hint = f"did you mean {' or '.join(near)}? Known devices" if near else "known devices"
         raise UsageError(
             f"`--gpus` is {text!r}, but no device is known as {kind!r}; {hint} are"
-            f" {', '.join(names.values())}; or give its memory: 8x80GiB"
+            f" {', '.join(names)}; or give its memory: 8x80GiB"
         )
-    return _FILES / f"{name}.json"
+    return _FILES / f"{found[0]}.json"
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[\W_]", "", name.lower())
 
 
 def _is_number(value: Any) -> bool:
