@@ -18,7 +18,8 @@ class Reranker(TaskKeys):
     implementation = "trainer.features.rerankers.reranker:RerankerTask"
     folder_reader = "trainer.features.rerankers.folder:read_folder"
     type: Literal["reranker"]
-    also_called = ("text_ranking", "cross_encoder")
+    pipelines = ("text_ranking",)
+    also_called = ("cross_encoder",)
     query: Name = "query"
     """Column of queries."""
     documents: Name | Annotated[list[Name], Field(min_length=2)] = "documents"

@@ -22,7 +22,8 @@ class Seq2SeqLM(GenerativeKeys):
     type: Literal["seq2seq_lm"]
     traits = Traits(streams=True)
     start = Start("t5_sample", "google-t5/t5-small", 1e-4)
-    also_called = ("summarization", "translation", "text2text_generation", "seq2seq")
+    pipelines = ("summarization", "translation", "text2text_generation")
+    also_called = ("seq2seq",)
     source: Name = "source"
     """Column of the source text."""
     target: Name = "target"

@@ -22,7 +22,8 @@ class TokenClassification(TaskKeys):
     implementation = "trainer.features.token_classification.token_classification:TokenClassificationTask"
     type: Literal["token_classification"]
     traits = Traits(streams=True, teacher=True)
-    also_called = ("ner", "named_entity_recognition")
+    pipelines = ("ner",)
+    also_called = ("named_entity_recognition",)
     words: Name | None = None
     """Column of lists of words."""
     tags: Name | None = None

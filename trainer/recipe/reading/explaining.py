@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 from trainer.base.extensions import consume
 from trainer.base.file_formats import formats_by_ending
 from trainer.recipe.paths import KeyPath, dotted, shown_value
-from trainer.recipe.reading.keys import is_named, kinds, nearest_node, section_models
+from trainer.recipe.reading.keys import find_node, is_named, kinds, nearest_node, section_models
 from trainer.recipe.reading.parser import Node, Problem
 from trainer.recipe.reading.suggesting import unknown_key
 from trainer.recipe.registered import task_sections
@@ -89,6 +89,39 @@ def _placed(error: str, location: KeyPath) -> Finding:
         if not parts:
             return Finding(error, path, section, field, key)
         section = kinds(field)[str(parts.pop(0))] if field.discriminator else inner[0]
+
+
+def correct(issues: Sequence[Finding], root: Node) -> bool:
+    """Replace values with one meaning in the recipe, and return whether there was any.
+
+    These are lists as a shell passes them, "a,b" and "[a, b]", and tasks by the name of a pipeline.
+    """
+    corrections = [_correction(finding, root) for finding in issues]
+    for path, value in filter(None, corrections):
+        parent, before = find_node(root, path[:-1]), find_node(root, path)
+        if parent is not None and before is not None:
+            parent.members[str(path[-1])] = Node(value, before.origin)
+    return any(corrections)
+
+
+def _correction(finding: Finding, root: Node) -> tuple[KeyPath, Any] | None:
+    """Return the path and the meant value of a finding; None if it could mean several, or none."""
+    path = (*finding.path, "type") if finding.error.startswith("union_tag") else finding.path
+    node = find_node(root, path)
+    if node is None or not isinstance(node.value, str) or finding.field is None:
+        return None
+    if path == ("task", "type"):
+        name = re.sub(r"[\s-]+", "_", node.value.strip().lower())
+        known = [task for task, keys in task_sections().items() if name in (task, *keys.pipelines)]
+        return (path, known[0]) if known else None
+    if node.origin.line or len(finding.path) != finding.key + 1:  # files are strict
+        return None
+    lists = (_list_in(node.value, branch) for branch in _branches(_schema_at(finding)))
+    items = json.loads(next(filter(None, lists), "null"))
+    # A misspelled item has a suggestion instead.
+    if items and all(str(item) in node.value for item in items):
+        return path, [Node(item, node.origin) for item in items]
+    return None
 
 
 def explain(finding: Finding, root: Node) -> list[Problem]:
@@ -274,7 +307,7 @@ def _remedy_for_path(value: str) -> str:
 def _meant(text: str, choices: Sequence[str]) -> str | None:
     """Return the choice that a text means by the name of another tool, or nearly spells."""
     text = re.sub(r"[\s-]+", "_", text.strip().lower())
-    of_tasks = {other: name for name, keys in task_sections().items() for other in keys.also_called}
+    of_tasks = {other: name for name, keys in task_sections().items() for other in (*keys.pipelines, *keys.also_called)}
     of_strategies = {other: name for name, row in STRATEGIES.items() for other in row.also_called}
     of_formats = {end.removeprefix("."): name for end, name in formats_by_ending().items()}
     other = (_OTHER_NAMES | of_tasks | of_strategies | of_formats).get(text)

@@ -183,9 +183,11 @@ def resolve(file: Path, root: Node, problems: list[Problem], needs_data: bool = 
     try:
         recipe = Recipe.model_validate(root.plain())
     except ValidationError as error:
-        from trainer.recipe.reading.explaining import explain, findings  # a valid recipe needs no words
+        from trainer.recipe.reading.explaining import correct, explain, findings  # a valid recipe needs no words
 
         issues = findings(error)
+        if correct(issues, root):
+            return resolve(file, root, problems, needs_data)
         problems += [problem for finding in issues[:MAX_PROBLEMS] for problem in explain(finding, root)]
     # The sound sections of an invalid recipe are checked too, so that all problems show at once.
     sections = dict(recipe) if recipe else _sound_sections(root, issues)

@@ -22,7 +22,8 @@ class MaskedLM(TextKeys, VocabularyKeys):
 
     type: Literal["masked_lm"]
     traits = Traits(streams=True, teacher=True)
-    also_called = ("fill_mask", "mlm")
+    pipelines = ("fill_mask",)
+    also_called = ("mlm",)
     mask_probability: float = Field(0.15, gt=0, lt=1)
     """Probability of a token to be selected, except special ones."""
     metrics: list[Literal["accuracy", "perplexity"]] = Field(default=["accuracy"], min_length=1)
@@ -35,7 +36,8 @@ class CausalLM(GenerativeKeys):
     type: Literal["causal_lm"]
     traits = Traits(streams=True, teacher=True, chats=True, noise=True)
     start = DECODER
-    also_called = ("text_generation", "clm", "language_modeling", "sft", "chat", "conversational")
+    pipelines = ("text_generation",)
+    also_called = ("clm", "language_modeling", "sft", "chat", "conversational")
     text: Name | None = None
     """Column of texts, or of lists of token ids; all tokens are trained. Beside token ids, `attention_mask` 0 marks
     padding, and `labels` -100 a token that is not trained."""

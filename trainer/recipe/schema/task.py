@@ -16,13 +16,8 @@ class SequenceClassification(ClassificationKeys, TextKeys):
 
     type: Literal["sequence_classification"]
     traits = Traits(streams=True, teacher=True)
-    also_called = (
-        "text_classification",
-        "classification",
-        "sentiment_analysis",
-        "zero_shot_classification",
-        "natural_language_inference",
-    )
+    pipelines = ("text_classification", "sentiment_analysis")
+    also_called = ("classification", "zero_shot_classification", "natural_language_inference")
 
 
 class SequenceRegression(TextKeys):
