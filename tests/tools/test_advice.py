@@ -104,7 +104,8 @@ def test_the_error_stays_without_memory_for_a_plan(
             "raise SystemExit('no GPU')",
             "not planned: the plan failed with exit code 1 (no GPU); this command",
         ),
-        ("import time; time.sleep(60)", "not planned: the plan was not ready at the first step; this command"),
+        ("print('a warning')", "not planned: the plan is no JSON ('a warning\\n'); this command"),
+        ("import time; time.sleep(60)", "not planned: the plan was not ready in time; this command"),
     ],
 )
 def test_rank_0_notes_the_planned_memory_of_gpus(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,7 @@ def test_a_run_is_compared_once_from_step_20_on(monkeypatch: pytest.MonkeyPatch)
     assert not plans.words
     steps(watch, 20, 30, 40, 50)
     watch.close()
-    length = mean_length(step_record(20))
+    length = mean_length(step_record(20), tiny_recipe())
     assert [words[3:-1] for words in plans.words] == [["--gpus", "2xH100", "--nodes", "1", "--length", str(length)]] * 2
     assert [words[-1] for words in plans.words] == ["precision=fp32", "precision=bf16"]
     assert plans.recipes[0] == tiny_recipe().model_dump(mode="json")
@@ -146,9 +147,9 @@ def test_rows_of_another_length_are_planned_again(monkeypatch: pytest.MonkeyPatc
     plans = Plans(monkeypatch, {"bf16": 0.09})
     watch = watched(notes, precision="bf16")
     steps(watch, 20, 30, 40)
-    steps(watch, 50, 60, tokens_per_second=2 * 33123.4)
+    steps(watch, 50, 60, tokens_per_second=33123.4 / 2)
     watch.close()
-    assert [words[-2] for words in plans.words] == ["103", "207"]
+    assert [words[-2] for words in plans.words] == ["103", "52"]
     assert not notes
 
 
@@ -163,6 +164,36 @@ def test_a_failed_plan_and_an_unknown_gpu_are_named(monkeypatch: pytest.MonkeyPa
         "the speed is not compared with a plan: the plan failed with exit code 1 (no memory)",
         "the speed is not compared with a plan, because no file describes the device 'Unknown 9000'",
     ]
+
+
+def test_a_plan_that_cannot_begin_or_answer_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """A read-only folder for temporary files, and a program that prints before its plan."""
+    notes: list[str] = []
+    Plans(monkeypatch, {"bf16": 0.0}, code="print('a warning of a package')")
+    watch = watched(notes, precision="bf16")
+    steps(watch, 20, 30, 40)
+    watch.close()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    watch = watched(notes, precision="bf16")
+    steps(watch, 20, 30, 40)
+    watch.close()
+    unread, unwritten = notes
+    assert "compared with a plan: the plan is no JSON ('a warning of a package" in unread
+    assert "compared with a plan: [Errno 2] No such file or directory" in unwritten
+
+
+@pytest.mark.parametrize(("texts", "length"), [(None, 103), (2, 52), (4, 26)])
+def test_rows_of_several_texts_are_planned_by_the_length_of_a_text(
+    monkeypatch: pytest.MonkeyPatch, texts: int | None, length: int
+):
+    recipe = tiny_recipe()
+    monkeypatch.setattr(type(recipe.task), "texts_per_row", texts)
+    assert mean_length(step_record(20), recipe) == length
+
+
+def test_no_length_is_above_the_longest_text():
+    recipe = tiny_recipe(data={**tiny_recipe().data.model_dump(), "max_length": 64})
+    assert mean_length(step_record(20), recipe) == 64
 
 
 def test_a_run_on_cpus_has_no_guard():

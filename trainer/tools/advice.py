@@ -134,11 +134,14 @@ def result_of(child: subprocess.Popen[str], seconds: float) -> Mapping[str, Any]
     try:
         text, errors = child.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        raise NoPlanError("the plan was not ready at the first step") from None
+        raise NoPlanError("the plan was not ready in time") from None
     if child.returncode:
         reason = (errors.strip().splitlines() or ["no message"])[-1]
         raise NoPlanError(f"the plan failed with exit code {child.returncode} ({reason})")
-    made: Mapping[str, Any] = json.loads(text)
+    try:
+        made: Mapping[str, Any] = json.loads(text)
+    except ValueError:  # a package may print, too
+        raise NoPlanError(f"the plan is no JSON ({text[:40]!r})") from None
     return made
 
 

@@ -36,11 +36,14 @@ class Planned:
         return self.seconds if self.rounded is None else min(self.seconds, self.rounded)
 
 
-def mean_length(record: StepRecord) -> int | None:
-    """Return the mean tokens of a row without padding; None if the rows have no tokens."""
+def mean_length(record: StepRecord, recipe: Recipe) -> int | None:
+    """Return the mean tokens of a text without padding, as `trainer plan --length`; None if rows have no tokens."""
     if not record.tokens_per_second or not record.samples_per_second:
         return None
-    return max(1, round(record.tokens_per_second / record.samples_per_second))
+    texts = recipe.task.texts_per_row or 1
+    length = max(1, round(record.tokens_per_second / record.samples_per_second / texts))
+    # Rows may have more texts than the recipe knows.
+    return min(length, getattr(recipe.data, "max_length", length))
 
 
 def shortfall(record: StepRecord, recipe: Recipe, planned: Planned, is_alone: bool) -> str | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -51,11 +50,15 @@ class WatchedSpeed(Observer):
             return
         if self._made:
             self._compare(record)
-        elif self._left and self._is_other(length := mean_length(record) or 1):
+        elif self._left and self._is_other(length := mean_length(record, self._recipe) or 1):
             self._left -= 1
             self._length = length
-            with suppress(OSError):  # no memory for a process
+            try:
                 self._begin(length)
+            except OSError as error:  # no memory for a process, or no folder that can be written
+                self._left = 0
+                self._stop()
+                self._note(f"the speed is not compared with a plan: {error}")
 
     def _is_other(self, length: int) -> bool:
         old = self._length

@@ -196,7 +196,7 @@ class _Advisor:
             return
         if devices.is_cpu and "measured" not in devices.machine.figures:
             return
-        self._length = mean_length(record)
+        self._length = mean_length(record, self._own)
         is_rounded = self._own.precision == "fp32" and devices.machine.runs_kernels
         own, other = self._planning([]), self._planning(["precision=bf16"]) if is_rounded else None
         if own is None or own.time is None or self._length is None:
@@ -310,6 +310,7 @@ class _Advisor:
         # Tokens leave the padding out, and a plan needs the widths with it.
         # Metrics may state that all positions are padding, and the division needs a positive share.
         width = steps[-1].tokens / steps[-1].samples / max(1e-3, 1 - (self._parts.padding or 0.0))
+        width /= self._own.task.texts_per_row or 1
         return max(1, min(round(width), getattr(self._own.data, "max_length", None) or round(width)))
 
 

@@ -187,3 +187,27 @@ def test_all_threads_of_a_process_are_bound(ranks):
     finally:
         pool.close()  # other tests need all cores
     assert found == [core] * 3
+
+
+@pytest.mark.parametrize("text", ["possible", "0-", "0-1-2"])
+def test_a_list_of_nodes_that_cannot_be_read_leaves_all_ranks_unbound(machine: Machine, text: str):
+    machine.build(TWO, [0, 1])
+    machine.write("devices/system/node/online", text)
+    machine.run(0, 2)
+    assert machine.bound is None
+    assert machine.said == [
+        f"ranks run on all cores: the system gives {text!r} as its NUMA nodes; `parallel.numa` off hides this line"
+    ]
+
+
+def test_a_container_that_forbids_a_binding_is_named_by_each_rank(machine: Machine, monkeypatch: pytest.MonkeyPatch):
+    def refused(logical_cpu_indices: set[int]) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(torchs, "_bind_all_threads_in_current_process_to_logical_cpus", refused)
+    machine.build(TWO, [0, 1])
+    for rank in range(2):
+        machine.run(rank, 2)
+    assert machine.threads is None
+    assert [line.partition(":")[0] for line in machine.said] == [f"rank {rank} runs on all cores" for rank in range(2)]
+    assert "Operation not permitted" in machine.said[0]

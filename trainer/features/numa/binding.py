@@ -66,9 +66,13 @@ def bound_rank(resolved: ResolvedRecipe, environment: LaunchEnvironment) -> Iter
     except _UnboundError as reason:
         _say(environment, f"ranks run on all cores: {reason}; `parallel.numa` off hides this line")
     else:
-        if nodes:
-            _bind(nodes[environment.local_rank], environment)
-            _say(environment, f"ranks run on the cores of their GPU's NUMA node: {_summary(nodes)}")
+        try:
+            if nodes:
+                _bind(nodes[environment.local_rank], environment)
+                _say(environment, f"ranks run on the cores of their GPU's NUMA node: {_summary(nodes)}")
+        except OSError as error:  # a container may forbid it, also for some ranks only
+            who = f"rank {environment.rank} runs on all cores"
+            say(f"{who}: the system refuses to bind it ({error}); `parallel.numa` off hides this line", err=True)
     yield
 
 
@@ -85,7 +89,11 @@ def nodes_of_ranks(num_ranks: int) -> list[NodeCores]:
         raise _UnboundError(f"this version of torch has no {', '.join(lacking)}")
     from torch.numa import binding
 
-    allowed = {node: _allowed(node) for node in binding._get_set_of_int_from_ranges_str(online)}
+    try:
+        numbered = binding._get_set_of_int_from_ranges_str(online)
+    except ValueError as error:
+        raise _UnboundError(f"the system gives {online!r} as its NUMA nodes") from error
+    allowed = {node: _allowed(node) for node in numbered}
     if sum(map(bool, allowed.values())) < 2:
         return []  # one node, or a cpuset within one
     nodes = [_node_of(index) for index in range(num_ranks)]
