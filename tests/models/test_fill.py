@@ -303,6 +303,35 @@ class TestWhatDoesNotFit:
             assert "have another size than in this task's model" in words
             assert "bert.encoder.layer.0.intermediate.dense.weight is [64, 32] and not [48, 32]" in words
 
+    def test_a_head_of_other_classes_is_drawn_anew(self, ranks: RankPools, tmp_path):
+        head = "AutoModelForImageClassification"
+        config = AutoConfig.for_model("vit", **CONFIGS["vit"], num_labels=LABELS + 2)
+        stored = transformers.ViTForImageClassification(config)
+        recipe = save(tmp_path, stored)
+        use = ModelUse(head, MAYBE_LABELS[head])
+        described = describe(Model.model_validate(recipe), Training.model_validate({}), use)
+        with pytest.raises(UsageError, match=r"set `model\.new_head` to true, or use one without a head"):
+            build_model(described, ModelCut())
+        recipe["new_head"] = True
+        assert ranks(2).run(differences, recipe, head) == [[], []]
+        whole = built(recipe, head, cut=False)
+        assert whole.notes[0] == "not in the checkpoint, initialised at random: classifier.bias, classifier.weight"
+        of_base = whole.model.vit.state_dict()
+        assert all(torch.equal(of_base[name], value) for name, value in stored.vit.state_dict().items())
+        assert whole.model.classifier.weight.shape[0] == LABELS
+
+    def test_a_head_of_the_same_classes_is_drawn_anew_too(self, tmp_path):
+        recipe = save(tmp_path, build("roberta", CLASSIFICATION, 0.0, DropoutKeys(0)))
+        kept, drawn = (built({**recipe, "new_head": new}, CLASSIFICATION, cut=False).model for new in (False, True))
+        other = {name for name, value in kept.state_dict().items() if not torch.equal(value, drawn.state_dict()[name])}
+        assert {name.rpartition(".")[0] for name in other} >= {"classifier.dense", "classifier.out_proj"}
+        assert all(name.startswith("classifier.") for name in other)
+
+    def test_a_base_has_no_head_to_replace(self, tmp_path):
+        recipe = save(tmp_path, BertModel(bert())) | {"new_head": True}
+        with pytest.raises(UsageError, match="has no head for this task that could be replaced; set it to false"):
+            built(recipe, CLASSIFICATION, cut=False)
+
     def test_a_file_that_is_cut_short(self, ranks: RankPools, tmp_path):
         recipe = save(tmp_path, BertModel(bert()))
         file = tmp_path / "model.safetensors"

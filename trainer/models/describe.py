@@ -266,11 +266,12 @@ def _require_learned(model: nn.Module) -> None:
             )
 
 
-def sizes_differ(which: str) -> UsageError:
+def sizes_differ(which: str, only_head: bool = False) -> UsageError:
     """Return the error for a checkpoint of another model or another task."""
+    remedy = "set `model.new_head` to true" if only_head else "use a checkpoint with the task's number of labels"
     return UsageError(
-        f"`model.name_or_path` is a checkpoint in which {which} have another size than in this task's model; use a"
-        " checkpoint with the task's number of labels, or one without a head"
+        f"`model.name_or_path` is a checkpoint in which {which} have another size than in this task's model;"
+        f" {remedy}, or use one without a head"
     )
 
 

@@ -44,7 +44,7 @@ from trainer.models.hub_files import CannotLoadPartsError, is_adapter, one_line,
 from trainer.models.names import aliases, replace_in
 from trainer.models.place import ModelCut, Origin, PlacedModel, place
 from trainer.models.registered_forms import form_of
-from trainer.models.stored_weights import CountedWeights, EnlargedWeights, SharedWeights, StoredWeights
+from trainer.models.stored_weights import CountedWeights, EnlargedWeights, FewerWeights, SharedWeights, StoredWeights
 from trainer.parallel.placement import ParameterPlacement
 from trainer.parallel.stored_in_parts import weights_in_parts
 from trainer.recipe.schema import Model
@@ -130,13 +130,13 @@ def load_whole(described: ModelDescription) -> tuple[nn.Module, list[str], list[
 
 def _fitted_tensors(described: ModelDescription) -> dict[str, Tensor] | None:
     recipe, form = described.recipe, form_of(described.recipe)
-    if recipe.new_tokens is None and form is None:
+    if recipe.new_tokens is None and form is None and not recipe.new_head:
         return None
     try:
         plain = StoredWeights(described.files())
         stored = fitted(described, plain)
     except CannotLoadPartsError as error:
-        key = form.key if form is not None and recipe.new_tokens is None else "model.new_tokens"
+        key = "model.new_tokens" if recipe.new_tokens is not None else form.key if form else "model.new_head"
         raise UsageError(
             f"`{key}` needs weights in safetensors files of the model itself, but {error}; save the model"
             " again with `save_pretrained` of transformers"
@@ -332,22 +332,35 @@ def without_report() -> Iterator[None]:
 
 
 def fitted(described: ModelDescription, stored: StoredWeights) -> StoredWeights:
-    """Return stored weights by the names of whole ones, with the rows that new tokens need."""
+    """Return stored weights by the names of whole ones, with the rows of new tokens and without those of a new head."""
     form = form_of(described.recipe)
     encoded = form is not None and form.stored_in(stored.shapes)
-    if described.recipe.is_random or not (encoded or described.recipe.new_tokens):
+    recipe = described.recipe
+    if recipe.is_random or not (encoded or recipe.new_tokens or recipe.new_head):
         return stored
     model = described.on_meta()
     renamed = renamed_keys(model, stored)[0]
+    if recipe.new_head:
+        head = [name for name in renamed if _is_in_head(model, name)]
+        if not head or len(head) == len(renamed):
+            raise UsageError(
+                f"`model.new_head` is true, but the checkpoint {recipe.name_or_path} has no head for this task that"
+                " could be replaced; set it to false"
+            )
+        stored = FewerWeights(stored, {renamed.pop(name) for name in head})
     shapes = {key: tuple(model.state_dict()[name].shape) for name, key in renamed.items()}
     if form is not None and encoded:
         described.adapt(model)
-        stored = form.opened(described.recipe, stored, model, renamed, shapes)
-    if not described.recipe.new_tokens:
+        stored = form.opened(recipe, stored, model, renamed, shapes)
+    if not recipe.new_tokens:
         return stored
     size = vocabulary_size(described.config)
     larger = {key: after for key, after in shapes.items() if _has_more_tokens(stored.shapes[key], after, size)}
     return EnlargedWeights(stored, larger)
+
+
+def _is_in_head(model: Any, name: str) -> bool:
+    return not name.startswith(f"{model.base_model_prefix}.")
 
 
 def _has_more_tokens(before: Sequence[int], after: Sequence[int], size: int | None) -> bool:
@@ -370,7 +383,8 @@ def _match(described: ModelDescription, stored: StoredWeights) -> tuple[nn.Modul
         )
     if mismatched := sorted(loading["mismatched_keys"]):
         shapes = "; ".join(f"{name} is {list(stored)} and not {list(shape)}" for name, stored, shape in mismatched[:3])
-        raise sizes_differ(f"{len(mismatched)} weights ({shapes})")
+        in_head = [_is_in_head(model, name) for name, *_ in mismatched]
+        raise sizes_differ(f"{len(mismatched)} weights ({shapes})", all(in_head))
     return model, _sources(model, stored, loading)
 
 

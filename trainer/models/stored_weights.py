@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -137,6 +137,18 @@ class ChangedWeights(StoredWeights):
 
     def _copy(self, key: str, targets: Sequence[tuple[Index, Tensor]]) -> None:
         self._stored._copy(key, targets)
+
+
+class FewerWeights(ChangedWeights):
+    """Stored tensors without some of them."""
+
+    def __init__(self, stored: StoredWeights, left_out: Collection[str]) -> None:
+        super().__init__(stored, {})
+        self._left_out = left_out
+        self.shapes = {key: shape for key, shape in self.shapes.items() if key not in left_out}
+
+    def again(self) -> StoredWeights:
+        return FewerWeights(self._stored.again(), self._left_out)
 
 
 class EnlargedWeights(ChangedWeights):

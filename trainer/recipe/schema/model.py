@@ -73,6 +73,8 @@ class Model(Section):
     """A name on the hub, or a folder; null: the tokenizer of the model."""
     new_tokens: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
     """Tokens to add to the tokenizer. Embedding and head get rows for those without one; null: none."""
+    new_head: bool = False
+    """Draw the weights outside of the base model at random, such as a classifier of other classes."""
     dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
     """All dropout probabilities of the model, 0 also of stochastic depth; null: as configured."""
     freeze: Patterns | None = None
@@ -119,6 +121,8 @@ class Model(Section):
         else:
             if not isinstance(self.config.get("model_type"), str):
                 yield clash('must hold a "model_type", such as "bert"', config)
+            if self.new_head:
+                yield clash("is true, but all weights are random; set it to false", "model.new_head")
             if self.revision is not None:
                 text = "applies to a hub repository, but the weights are random (`model.config`); remove it"
                 yield clash(text, "model.revision")
