@@ -78,7 +78,9 @@ def test_a_step_reads_no_value_of_the_device(case: str):
 
 
 @pytest.mark.slow
-def test_a_step_of_zero3_waits_once():
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_a_step_of_zero_waits_once(strategy: str, precision: str):
     """The norm, which decides whether DeepSpeed skips the step, and the loss come in one copy."""
     pytest.importorskip("deepspeed")
     from trainer.features.deepspeed import internals
@@ -97,7 +99,7 @@ def test_a_step_of_zero3_waits_once():
         copies.append(1)
         return read_once(*arguments)
 
-    keys = {"parallel": parallel_keys("zero3", 2)}
+    keys = {"parallel": parallel_keys(strategy, 2), "precision": precision}
     with (
         mock.patch.object(ZeroEngine, "begin_step", watched),
         mock.patch.object(internals, "numbers_read_once", counted),

@@ -230,10 +230,11 @@ def numbers_read_once(zero: Any, loss: Callable[[], Tensor]) -> Iterator[list[fl
     is_invalid, found = module.is_invalid_grad_norm, list[float]()
 
     def read(norm: Any) -> bool:
-        of_loss = loss().double()
-        # One copy to the host; a norm of offloaded gradients is there already.
-        numbers = torch.stack([of_loss, torch.as_tensor(norm, device=of_loss.device).double()]).cpu()
-        found[:] = [numbers[0].item(), numbers[1].item()]
+        if not found:  # stages 1 and 2 ask for each parameter group again
+            of_loss = loss().double()
+            # One copy to the host; a norm of offloaded gradients is there already.
+            numbers = torch.stack([of_loss, torch.as_tensor(norm, device=of_loss.device).double()]).cpu()
+            found.extend([numbers[0].item(), numbers[1].item()])
         return not math.isfinite(found[1]) or found[1] < 0.0
 
     module.is_invalid_grad_norm = read
