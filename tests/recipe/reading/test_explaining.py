@@ -77,6 +77,7 @@ def test_files_are_strict_on_lists(problems: Callable[..., list[str]], minimal: 
             "data.validation=0",
             "`data.validation` must be a number above 0 and below 1, or text that is not blank, or null, but is 0",
         ),
+        ("cuda_graphs=1", '`cuda_graphs` must be true or false, or "auto", but is 1'),
         ("data.subset=3", '`data.subset` must be text that is not blank, or null, but is 3; write "3"'),
         (
             "evaluation.every=500",

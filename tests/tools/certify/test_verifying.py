@@ -207,6 +207,13 @@ def test_16_bits_have_a_wider_bound(tmp_path, here, trained):
     assert 1e-6 < done.certificate.difference < 0.1 * done.certificate.largest
 
 
+def test_products_in_fp8_are_verified_in_fp32(tmp_path, here):
+    recipe = write_tiny_run(tmp_path)
+    train(recipe, "precision=bf16", "fp8_features=16")
+    verified = export(tmp_path / "run", tmp_path / "out", verification=ASKED).certificate
+    assert verified is not None
+
+
 def test_rows_that_are_missing(tmp_path, here):
     train(write_tiny_run(tmp_path), "data.validation=null")
     with pytest.raises(UsageError, match=r"but it is null; name rows by a further argument: data.validation=FILE"):

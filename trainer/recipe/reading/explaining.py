@@ -272,8 +272,9 @@ def _remedy(value: object, schema: Schema) -> str:
         return f"; write {int(value)}"
     if types & {"integer", "number"}:
         return ""  # a text of digits would have another meaning
+    texts = [one for one in branches if one.get("type") == "string" and not one.keys() & {"const", "enum"}]
     for text in (str(value), f"{value} {'step' if value == 1 else 'steps'}"):
-        if any(branch.get("type") == "string" and re.search(branch.get("pattern", ""), text) for branch in branches):
+        if any(re.search(branch.get("pattern", ""), text) for branch in texts):
             return f'; write "{text}"'
     return ""
 
