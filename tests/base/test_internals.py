@@ -38,6 +38,7 @@ TORCH = Internals(
             "_foreach_sub_",
         ],
         "torch._C": ["_len_torch_dispatch_stack"],
+        "torch._C._distributed_c10d": ["_DEFAULT_FIRST_BUCKET_BYTES", "_compute_bucket_assignment_by_size"],
         "torch.autograd": ["_profiler_enabled"],
         "torch.distributed:Work": ["_source_rank"],
         "torch.distributed.device_mesh:DeviceMesh": ["_flatten"],

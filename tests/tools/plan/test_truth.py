@@ -49,6 +49,11 @@ ALONE: dict[str, dict[str, Any]] = {
 }
 TWO: dict[str, dict[str, Any]] = {
     "ddp": {"parallel": {"strategy": "ddp"}},
+    "ddp in several buckets": {
+        "parallel": {"strategy": "ddp"},
+        "model": {"config": {**SMALL_BERT, "hidden_size": 512, "intermediate_size": 2048}, "tokenizer": "none"},
+        "training": {"max_steps": 4, "global_batch_size": 2, "micro_batch_size": 1},
+    },
     "fsdp": {"parallel": {"strategy": "fsdp"}},
     "fsdp whole": {"parallel": {"strategy": "fsdp", "reshard_after_forward": False}, "precision": "bf16"},
     "tensor": {"parallel": {"strategy": "ddp", "tensor": 2}},

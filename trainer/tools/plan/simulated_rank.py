@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._C._distributed_c10d import _DEFAULT_FIRST_BUCKET_BYTES, _compute_bucket_assignment_by_size
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -34,6 +35,8 @@ from trainer.parallel.mesh import ParallelMesh
 from trainer.recipe.plan import RunPlan
 
 _MISSING = object()
+BUCKET_BYTES = 25 * 1024**2
+"""The most bytes of a bucket of DDP by default, except of the first one; a larger parameter has its own."""
 
 
 @contextmanager
@@ -147,6 +150,7 @@ def shapes_only(cuda: bool, fused: bool = True, autocast: bool = True) -> Iterat
     with ExitStack() as stack:
         # DDP sends the new order of its buckets between ranks.
         stack.enter_context(replaced(DistributedDataParallel, _pre_forward=_pre_forward))
+        stack.enter_context(replaced(dist, _compute_bucket_assignment_by_size=_last_buckets))
         # FSDP lists the shards of all ranks to take one; a thousand fake tensors for each parameter take minutes.
         stack.enter_context(replaced(_fsdp_param, _chunk_with_empty=_Chunks))
         # All tensors are on one device; and torch refuses to move the parameters of a module if they are fake.
@@ -191,6 +195,18 @@ def _part_of_mesh(part: Callable[..., DeviceMesh]) -> Callable[..., DeviceMesh]:
             return part(mesh, names)
 
     return outside
+
+
+def _last_buckets(tensors: list[Tensor], _: Sequence[int], is_sparse: list[bool]) -> tuple[list[list[int]], list[int]]:
+    """Return the buckets that DDP has after its first step, in which the last parameters get gradients first.
+
+    It has one bucket before, and orders all by the gradients of the first step. Buckets and limits are from last to
+    first, as DDP expects them.
+    """
+    limits = [_DEFAULT_FIRST_BUCKET_BYTES, BUCKET_BYTES]
+    buckets, sizes = _compute_bucket_assignment_by_size(tensors[::-1], limits, is_sparse[::-1])
+    last = len(tensors) - 1
+    return [[last - index for index in bucket] for bucket in buckets[::-1]], sizes[::-1]
 
 
 def _pre_forward(wrapped: Any, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
