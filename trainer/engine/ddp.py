@@ -119,9 +119,9 @@ def wrap_ddp(
     return wrapped
 
 
-def _refuse_unused_parameters(model: nn.Module) -> None:
+def _refuse_unused_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
     """Refuse unused parameters: DDP does not sum the gradients in their bucket, and fails one step too late."""
-    unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    unused = [name for name, p in parameters.items() if p.requires_grad and p.grad is None]
     if unused:
         raise UsageError(
             "`parallel.strategy` is ddp, which needs every parameter to take part in the loss, but of this model"
@@ -225,7 +225,7 @@ def build_ddp(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan,
             complete = partial(round_gradients_, list(named.values()), sent_in)
     else:
         if not is_captured:
-            complete = partial(_refuse_unused_parameters, model)
+            complete = partial(_refuse_unused_parameters, named)
         # DDP refuses a model without any gradient to sum.
         if any(p.requires_grad and name not in left_out for name, p in named.items()):
             call = wrapped = wrap_ddp(model, mesh, sent_in, left_out, places)

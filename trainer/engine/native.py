@@ -22,7 +22,7 @@ from trainer.engine.state import MODEL_PREFIX, EngineState, StateSource, optimiz
 from trainer.models.place import PlacedModel
 from trainer.parallel.copying import begin_to_host
 from trainer.parallel.dtypes import at_least_fp32
-from trainer.parallel.gradients import sum_partial_gradients_
+from trainer.parallel.gradients import partial_axis, sum_partial_gradients_
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import RankBatch
 from trainer.parallel.norms import clip_factor, global_grad_norm, multiply_gradients_
@@ -88,6 +88,7 @@ class NativeEngine(Engine):
         self._late_until = recipe.model.unfreeze_at_step or 0
         # One order on all ranks: `sum_partial_gradients_` joins the gradients of an axis in one tensor.
         self._placed = [(parameter, placements[name]) for name, parameter in self.parameters.items()]
+        self._partial = [(own, placement) for own, placement in self._placed if partial_axis(placement, self._mesh)]
         self._sharded = [module for model in models for module in model.modules() if isinstance(module, FSDPModule)]
         self._sent_in = sent_dtype(recipe.parallel.communication)
         self._last: _BegunStep | None = None
@@ -101,7 +102,7 @@ class NativeEngine(Engine):
         # Begun before the sums of gradients and read after them, so that it adds no wait of its own.
         loss = self._mesh.begin_sum_(share, "dp")
         # Partial gradients of tensor and context ranks first: the norm and the clipping need whole gradients.
-        sum_partial_gradients_(self._placed, self._mesh, self._sent_in)
+        sum_partial_gradients_(self._partial, self._mesh, self._sent_in)
         self._complete()
         # After `_complete`, which refuses parameters without a gradient, and before the norm, which leaves these out.
         if self._step < self._late_until:
