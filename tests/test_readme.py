@@ -45,6 +45,7 @@ ELSEWHERE = {
     "python -m docs.generate": "tests/test_readme.py::test_generated_blocks_are_up_to_date",
     "trainer run bert_sample --processes 2": 'tests/launch/test_launchers.py::"trainer": Case',
     "python -m tests.benchmarks.host": "tests/benchmarks/test_host.py::def test_each_strategy_has_its_time",
+    "python -m tests.benchmarks.choices": "tests/benchmarks/test_host.py::def test_choices_have_host_times",
     "python -m tests.benchmarks.memory": "tests/benchmarks/test_benchmarks.py::def test_memory",
     "python -m tests.benchmarks.compiled_layers --store": (
         "tests/benchmarks/test_compiled_layers.py::def test_a_layer_has_no_more_kernels_and_bytes_than_stored"
