@@ -238,6 +238,8 @@ class _AccelerateFSDP2(_Accelerate):
 class _DeepSpeed(_PyTorch):
     """The loop that DeepSpeed's documentation shows, under ZeRO-1."""
 
+    autocasts = False  # on GPUs, DeepSpeed's engine leaves an autocast around it
+
     def __init__(self, training: PeerTraining) -> None:
         made, self._schedule = training.optimizer()
         self.model, *_ = ready_deepspeed(training.device.index).initialize(
@@ -249,6 +251,7 @@ class _DeepSpeed(_PyTorch):
                 "gradient_accumulation_steps": 1,  # the loop marks the last microbatch
                 "gradient_clipping": training.recipe.training.max_grad_norm or 0.0,
                 "zero_optimization": {"stage": 1},
+                "torch_autocast": {"enabled": training.is_bf16, "dtype": "bfloat16"},
                 "zero_allow_untested_optimizer": True,
                 "zero_force_ds_cpu_optimizer": False,
             },
