@@ -17,6 +17,7 @@ from tests.helpers.ranks import RankPools
 from tests.helpers.training import TINY_BART, TINY_BERT, TINY_DECODERS, TINY_T5, TINY_TASKS, tiny_recipe, train_tiny
 from tests.tools.plan.measured import recipe_of
 from trainer.features.late_weights import products
+from trainer.models import compiled
 from trainer.models.place import PlacedModel
 from trainer.parallel import communication
 from trainer.parallel.device_traits import DeviceTraits
@@ -93,6 +94,22 @@ def test_numbers_are_those_without_it_bit_for_bit(ranks: RankPools, name: str):
         assert any(used) == (name != "lora")  # frozen weights have no gradients
         assert late.losses == plain.losses
         assert late.grad_norms == plain.grad_norms
+        assert late.digests == plain.digests
+
+
+def both_compiled(recipe: Recipe) -> tuple[Any, Any, list[bool]]:
+    with patch.object(compiled, "BACKEND", "aot_eager"):
+        return both(recipe)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence", [False, True])
+def test_compiled_layers_wait_for_sums_at_once(ranks: RankPools, sequence: bool):
+    parallel = {"strategy": "ddp", "tensor": 2, "sequence": sequence}
+    recipe = tiny_recipe(compile=True, training={"max_steps": 3}, parallel=parallel)
+    for late, plain, used in ranks(2).run(both_compiled, recipe):
+        assert used == [True] * 12  # six weights of each layer in the first step, which is not compiled
+        assert late.losses == plain.losses
         assert late.digests == plain.digests
 
 

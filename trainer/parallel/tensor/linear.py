@@ -53,7 +53,8 @@ class SharedInput:
         """Return `x`, equal on all ranks; `is_hidden`: it is cut as hidden states are."""
         # Rounded before it is sent, since the products would round it anyway. Its gradient has half of the bytes, too.
         x, cut = in_product_type(x), self._cut if is_hidden else None
-        x, begun = self.prepared(x, cut.num_bytes(x) if cut else x.nbytes)
+        # Not `nbytes`, which torch's compiler does not know.
+        x, begun = self.prepared(x, cut.num_bytes(x) if cut else x.numel() * x.element_size())
         return cut.gather(x, begun) if cut else copy_to_group(x, self._group, begun)
 
 
