@@ -1,9 +1,11 @@
 """The memory that each Triton kernel needs on each GPU, from compilations for GPUs that are not there.
 
 A case takes seconds of a CPU, and all of them hours. The most used ones come first, a stored case is not compiled
-again until its kernels change, and an interrupted run continues. From the root of the repository:
+again until its kernels change, and an interrupted run continues. The selection has all kernels but those of attention
+on every GPU, and attention with each type and size of heads on one GPU. From the root of the repository:
 
-    python -m tests.benchmarks.compiled_kernels --minutes 60 --store
+    python -m tests.benchmarks.compiled_kernels --selection --store
+    python -m tests.benchmarks.compiled_kernels --minutes 60 --store    # further cases
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +32,7 @@ from trainer.features.adamw_8bit.dynamic_map import MAPS
 from trainer.features.adamw_8bit.scale_blocks import BLOCK
 from trainer.features.adamw_kernel import adamw_kernels
 from trainer.features.adamw_kernel import operations as adamw_operations
+from trainer.features.chunked_head import fused_rows, row_kernels
 from trainer.features.kernels import (
     attention_blocks,
     attention_kernels,
@@ -152,6 +155,16 @@ def drop(
     torch.ops.trainer.keyed_dropout(x, tokens[:rows], *places, [0, 0, first], 0.1, dtype, x if has_residual else None)
 
 
+def lose(dtype: torch.dtype, vocabulary: int) -> None:
+    """Compute losses over a vocabulary and their gradients, apart and together."""
+    logits, labels = torch.empty((8, vocabulary), dtype=dtype), torch.zeros(8, dtype=torch.int64)
+    sizes = (vocabulary, 0, vocabulary)
+    found = fused_rows.statistics(logits, labels, *sizes)
+    for gradients in (None, torch.empty(8)):
+        fused_rows.write_gradients(logits, labels, found, gradients, *sizes)
+    fused_rows.statistics_and_gradients(logits, labels, *sizes)
+
+
 def find_keys() -> None:
     """Compute the keys of the rows of a microbatch."""
     keys = torch.zeros((26, 1), dtype=torch.int64)
@@ -178,6 +191,8 @@ def _grid() -> Iterator[tuple[str, Case]]:
     for width, kind in product((BLOCK, 64), ("fp32", "bf16")):
         # 8 bytes by an update of whole rows of 64 on 10.0
         yield f"8-bit AdamW, {kind}, rows of {width}", Case(partial(update_in_eight_bits, width, TYPES[kind]), 8)
+    for kind, vocabulary in (("bf16", 30522), ("fp16", 30522), ("fp32", 30522), ("bf16", 1000)):
+        yield f"loss over a vocabulary, {kind}, {vocabulary} tokens", Case(partial(lose, TYPES[kind], vocabulary))
     for dim, kind, name in product(DIMS, TYPES, FLAGS):
         stack_bytes = attention_blocks.STACK_BYTES[torch.finfo(TYPES[kind]).bits]
         yield f"attention, {kind}, heads of {dim}, {name}", Case(partial(attend, kind, dim, FLAGS[name]), stack_bytes)
@@ -185,6 +200,18 @@ def _grid() -> Iterator[tuple[str, Case]]:
 
 GRID = dict(_grid())
 """A case for each call that makes another kernel; those of most trainings come first."""
+
+
+def _selection() -> Iterator[tuple[str, tuple[int, int]]]:
+    others = [name for name in GRID if not name.startswith("attention")]
+    yield from product(others, SHARED_KIB)
+    for (dim, kind), flags in zip(product(DIMS, TYPES), cycle(FLAGS), strict=False):  # each of the flags once or twice
+        yield f"attention, {kind}, heads of {dim}, {flags}", SELECTED
+
+
+SELECTED = (9, 0)
+SELECTION = list(_selection())
+"""Cases with each kernel, and attention with each type and size of heads on one GPU."""
 
 
 def problems(name: str, capability: tuple[int, int]) -> Iterator[str]:
@@ -207,6 +234,7 @@ def _compile(name: str, capability: tuple[int, int]) -> tuple[str, list[int]]:
 _MODULES = {
     "attention": (random_kernels, attention_blocks, attention_kernels),
     "32-bit": (adamw_kernels,),
+    "vocabulary": (row_kernels,),
     "others": (random_kernels, dropout_kernels, eight_bit_kernels),
 }
 """The modules of the kernels of a case, by a word in its name."""
@@ -230,6 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no case after so many minutes")
     parser.add_argument("--workers", type=int, default=2, help="compile so many cases at a time")
     parser.add_argument("--names", default="", help="only cases with this text in their names")
+    parser.add_argument("--selection", action="store_true", help="only the selection")
     parser.add_argument("--store", action="store_true", help=f"write the figures into docs/{STORED.name}")
     options = parser.parse_args(arguments)
     end, versions = time.monotonic() + options.minutes * 60, {kind: _version(kind) for kind in _MODULES}
@@ -242,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 found["most"][name] = most
     left = [
         (name, capability)
-        for name, capability in product(GRID, SHARED_KIB)
+        for name, capability in (SELECTION if options.selection else product(GRID, SHARED_KIB))
         if options.names in name and f"{'.'.join(map(str, capability))}, {name}" not in found["most"]
     ]
     with ProcessPoolExecutor(options.workers, get_context("spawn")) as pool:

@@ -13,7 +13,17 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from tests.benchmarks.compiled_kernels import FLAGS, GRID, SHARED_KIB, attend, drop, problems  # noqa: E402  # imports Triton
+from tests.benchmarks.compiled_kernels import (  # noqa: E402  # imports Triton
+    DIMS,
+    FLAGS,
+    GRID,
+    SELECTION,
+    SHARED_KIB,
+    TYPES,
+    attend,
+    drop,
+    problems,
+)
 from tests.helpers.kernel_compiling import specialised_for  # noqa: E402
 from trainer.features.adamw_8bit.scale_blocks import BLOCK  # noqa: E402
 from trainer.features.kernels.attention_blocks import of_capability  # noqa: E402
@@ -57,6 +67,13 @@ def test_heads_with_strides_that_are_not_aligned_have_the_kernels_of_larger_ones
     assert kernels[0] == kernels[1]
 
 
+def test_the_selection_has_each_type_and_size_of_heads_and_all_flags():
+    attention = [name.split(", ", 3)[1:] for name, _ in SELECTION if name.startswith("attention")]
+    assert [(int(heads.removeprefix("heads of ")), kind) for kind, heads, _ in attention] == [*product(DIMS, TYPES)]
+    assert {flags for *_, flags in attention} == FLAGS.keys()
+    assert {name for name, _ in SELECTION} >= {name for name in GRID if not name.startswith("attention")}
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("capability", SHARED_KIB, ids=str)
 @pytest.mark.parametrize("name", GRID)
@@ -76,7 +93,7 @@ def test_the_kernels_of_most_trainings(capability):
     names = ["attention, bf16, heads of 64, padding, short rows"]
     if capability == (9, 0):
         names += ["keys of rows", "dropout, bf16, a residual", f"8-bit AdamW, fp32, rows of {BLOCK}"]
-        names += ["32-bit AdamW, bf16, beta 0.9"]
+        names += ["32-bit AdamW, bf16, beta 0.9", "loss over a vocabulary, bf16, 30522 tokens"]
         names += ["attention, bf16, heads of 64, padding", "attention, bf16, heads of 128, flat rows, causal"]
     assert [problem for name in names for problem in problems(name, capability)] == []
 
