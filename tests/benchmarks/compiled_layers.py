@@ -5,6 +5,7 @@ have the casts of weights and their gradients. Attention without dropout is torc
 the repository:
 
     python -m tests.benchmarks.compiled_layers --store
+    python -m tests.benchmarks.compiled_layers --names BERT-large --keys residuals=bf16
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,9 +30,11 @@ from trainer.models.attention import KEYED_ATTENTION
 from trainer.models.compiled import CompiledLayers
 from trainer.models.dropout import key_dropout
 from trainer.models.families.table import COMPILE, layers_of
+from trainer.models.place import PlacedModel
 from trainer.parallel import dtypes
 from trainer.parallel.device_traits import DeviceTraits, planned_traits
 from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
+from trainer.recipe.registered import asked_for
 from trainer.tools.plan.simulated_rank import _AutocastOfCuda, within
 from trainer.tools.plan.simulated_step import plan_step
 from trainer.tools.plan.work import OPTIMIZER_STEP, VIEW
@@ -52,6 +55,7 @@ class Case:
     num_layers: int = 1  # before the one that is counted
     num_kinds: int = 1  # of the layers that one more adds
     attention: str | None = None  # the type of the counted layers in a model with several
+    keys: Mapping[str, Any] = field(default_factory=dict)  # of the recipe, for changes of the model
 
     def sized(self, num_layers: int) -> dict[str, Any]:
         key = "num_layers" if "num_layers" in self.config else "num_hidden_layers"
@@ -89,6 +93,9 @@ def graphs(case: Case) -> list[list[Graph]]:
     keys, is_both = DropoutKeys(0), settings.is_encoder_decoder
     model = AutoModel.from_config(settings, attn_implementation=KEYED_ATTENTION)
     key_dropout(model, keys)
+    recipe = Step("", {**case.config}, case.task, "bf16", keys=case.keys).plan().recipe
+    for change in asked_for("model", recipe):
+        change(PlacedModel(model), recipe)
     model.train()
 
     def run(rows: int, length: int) -> None:
@@ -128,7 +135,7 @@ def eager(case: Case) -> tuple[int, int]:
     """Return the operations and the bytes of one more layer of each stack in the uncompiled training."""
     found = []
     for num_layers in (case.num_layers + 1, case.num_layers):
-        step = Step("", case.sized(num_layers), case.task, "bf16", rows=case.rows, length=case.length)
+        step = Step("", case.sized(num_layers), case.task, "bf16", rows=case.rows, length=case.length, keys=case.keys)
         with mock.patch.object(forward, "has_padding", return_value=False):
             work = plan_step(step.plan(), 0, case.length).totals.work
         counted = [
@@ -161,14 +168,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--names", default="", help="only cases with this text in their names")
     parser.add_argument("--store", action="store_true", help=f"write the figures into docs/{STORED.name}")
+    parser.add_argument("--keys", nargs="*", default=[], help="keys of the recipe, as key=value; nothing is stored")
     options = parser.parse_args(arguments)
     found = json.loads(STORED.read_text(encoding="utf-8")) if STORED.exists() else {}
     for name, case in CASES.items():
         if options.names not in name:
             continue
-        found[name] = figures(case)
+        found[name] = figures(replace(case, keys=dict(key.split("=", 1) for key in options.keys)))
         print(name, found[name], flush=True)
-        if options.store:
+        if options.store and not options.keys:
             kept = {name: found[name] for name in CASES if name in found}
             STORED.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
 

@@ -1,0 +1,1 @@
+"""Hidden states between the layers of a model in bf16."""
