@@ -1,8 +1,8 @@
 """Kernels and bytes of compiled layers on an H100, from the Triton code that Inductor writes without a GPU.
 
 A layer's forward and backward pass in bf16, on rows without padding, beside the uncompiled layer of this trainer. Both
-have the casts of weights and their gradients. Attention without dropout is torch's operation on CPUs. From the root of
-the repository:
+read the kept copies of weights in 16 bits, and leave the gradients in 16 bits. Attention without dropout is torch's
+operation on CPUs. From the root of the repository:
 
     python -m tests.benchmarks.compiled_layers --store
     python -m tests.benchmarks.compiled_layers --names BERT-large --keys residuals=bf16
@@ -26,6 +26,7 @@ from tests.benchmarks.operations import T5
 from tests.benchmarks.operations import Case as Step
 from tests.helpers.inductor_code import Graph, written_for_gpu
 from trainer.engine import forward
+from trainer.features.shared_casts.weights import StepWeights
 from trainer.models.attention import KEYED_ATTENTION
 from trainer.models.compiled import CompiledLayers
 from trainer.models.dropout import key_dropout
@@ -97,12 +98,14 @@ def graphs(case: Case) -> list[list[Graph]]:
     for change in asked_for("model", recipe):
         change(PlacedModel(model), recipe)
     model.train()
+    with planned_traits(_ON_GPU):
+        rounded = StepWeights([model], torch.bfloat16)
 
     def run(rows: int, length: int) -> None:
         ids = torch.randint(5, 64, (rows, length))
         inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if is_both else {})
         cache = {} if "bert" in settings.model_type else {"use_cache": False}
-        with keys.use(MicrobatchKey(0, torch.arange(rows))):
+        with rounded.use(), keys.use(MicrobatchKey(0, torch.arange(rows))):
             model(**inputs, **cache)
 
     with (

@@ -25,13 +25,16 @@ class RoundedWeights(Protocol):
     """Copies of weights in 16 bits, with which their modules compute inside of the context `use`."""
 
     def use(self) -> AbstractContextManager[None]:
-        """Let the modules compute with rounded weights inside of this context."""
+        """Let the modules compute with rounded weights inside of this context, in the passes of a step."""
 
     def refresh(self) -> None:
         """Round the weights again that changed since an optimizer wrote their copies."""
 
+    def join(self) -> None:
+        """Give one copy to weights of layers that shared an input in the first step; `use` ends with it."""
+
     def used_in(self, function: Callable[[Microbatch], Tensor]) -> Callable[[Microbatch], Tensor]:
-        """Return a function that runs inside of `use`."""
+        """Return a function that computes with rounded weights, for passes in a graph."""
 
     def leave(self, weights: Iterable[Tensor]) -> None:
         """Leave the gradients of weights in 16 bits, from the first pass on, if the graph that is learned has one each.
@@ -48,12 +51,13 @@ class CurrentCopies:
 
     def __init__(self, rounded: RoundedWeights) -> None:
         self.learn, self.refresh, self.used_in = rounded.learn, rounded.refresh, rounded.used_in
-        self.leave = rounded.leave
+        self.leave, self.join = rounded.leave, rounded.join
 
     @contextmanager
     def use(self) -> Iterator[None]:
         self.refresh()
         yield
+        self.join()
 
 
 class Casts(Protocol):

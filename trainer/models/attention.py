@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,20 @@ _TILES = "visible_tiles"
 _ROWS = "padded_rows"
 """The attribute of a mask with the rows that torch's variable-length attention reads in its place."""
 
+JOINT_STATES = "joint_states"
+"""The attribute of an attention module with its `JointStates`, if there are any."""
+
 _VARIANTS = ("softcap", "s_aux", "cache")  # arguments that change the formula
+
+
+class JointStates(Protocol):
+    """Queries, keys and values that one product computes."""
+
+    def whole(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
+        """Return the tensor `[batch, positions, features]` that the states of a call are views of, side by side.
+
+        Each call of attention asks once. None: they are not, or have passed other operations.
+        """
 
 
 def _masked_scores(
@@ -80,6 +93,7 @@ def keyed_attention(
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
     row_keys: Tensor | None = None,
+    whole: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute scaled dot-product attention with a dropout mask that does not depend on the layout.
@@ -96,6 +110,7 @@ def keyed_attention(
         is_causal: whether a missing mask means a causal mask; None takes the module's value.
         position_bias: the bias that is added to the scores (T5), or None.
         row_keys: the keys of the rows for the dropout mask, as in `DropoutSite.drop`.
+        whole: queries, keys and values side by side; see `JointStates`.
 
     Returns:
         The output `[batch, queries, heads, head_dim]`, and the probabilities before dropout: None from SDPA and from
@@ -128,7 +143,7 @@ def keyed_attention(
         )
         obstacle = _obstacle(module, inputs)
         if obstacle is None:
-            return _fused(module, inputs, dropout, scale, causal, row_keys), None
+            return _fused(module, inputs, dropout, scale, causal, row_keys, whole), None
         warnings.warn(f"attention with dropout stores its probabilities, because {obstacle}", stacklevel=2)
     # Grouped heads: each head of keys serves `groups` heads of queries.
     groups = query.shape[1] // key.shape[1]
@@ -204,7 +219,13 @@ def _broadcasts(tensor: Tensor, shape: tuple[int, ...]) -> bool:
 
 
 def _fused(
-    module: nn.Module, inputs: _Inputs, dropout: float, scale: float, causal: bool, row_keys: Tensor | None
+    module: nn.Module,
+    inputs: _Inputs,
+    dropout: float,
+    scale: float,
+    causal: bool,
+    row_keys: Tensor | None,
+    whole_states: Tensor | None,
 ) -> Tensor:
     """Return the output `[batch, queries, heads, head_dim]` of the fused kernel."""
     query, key, value, mask, bias = inputs
@@ -220,8 +241,9 @@ def _fused(
         row_keys = site.keys.row_keys(site.name, shape)
     offsets = site.offsets(shape)[1:]
     output: Tensor = KERNELS["attention"].fused_attention(
-        query, key, value, row_keys, mask, bias, tiles[0], tiles[1], scale, dropout, is_causal, offsets
-    )[0]
+        query, key, value, row_keys, mask, bias, tiles[0], tiles[1], scale, dropout, is_causal, offsets,
+        whole=whole_states,
+    )[0]  # fmt: skip
     return output
 
 
@@ -296,9 +318,11 @@ def attention(
     With `flat`, queries, keys, values and output have a batch of 1, and one position for each token. The mask is that
     of the rows, and `attention_mask` is not read. No probabilities are returned.
     """
+    joint: JointStates | None = getattr(module, JOINT_STATES, None)
+    whole = None if joint is None else joint.whole(query, key, value)
     if flat is not None:
-        return _of_rows(module, query, key, value, flat, **options), None
-    return keyed_attention(module, query, key, value, attention_mask, **options)
+        return _of_rows(module, query, key, value, flat, whole=whole, **options), None
+    return keyed_attention(module, query, key, value, attention_mask, whole=whole, **options)
 
 
 def _attention_of_rows(
@@ -335,6 +359,7 @@ def _of_rows(
     scaling: float | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
+    whole: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
     """Return the output `[1, tokens, heads, head_dim]` of attention inside of the rows of `flat`.
@@ -362,7 +387,7 @@ def _of_rows(
                 keys, first_head = row_keys[flat.order], site_of(module).offsets(query.shape)[1]
             output: Tensor = KERNELS["attention"].fused_attention(
                 *states, keys, None, None, None, None, scale, dropout, causal, [first_head, 0, 0],
-                flat.starts, flat.lengths, window,
+                flat.starts, flat.lengths, window, whole,
             )[0]  # fmt: skip
             return output
         warnings.warn(f"attention pads flat rows, because {obstacle}", stacklevel=2)

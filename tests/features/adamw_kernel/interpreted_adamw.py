@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 from unittest import mock
 
@@ -18,8 +18,17 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers.families import CONFIGS
+from tests.helpers.joint_products import joined
 from tests.helpers.ranks import RankPools
-from tests.helpers.training import Curve, build_tiny, parallel_keys, tiny_recipe, train_tiny, whole_state
+from tests.helpers.training import (
+    Curve,
+    build_tiny,
+    parallel_keys,
+    tiny_recipe,
+    tiny_training,
+    train_tiny,
+    whole_state,
+)
 from trainer.engine import ddp, native
 from trainer.engine.optimizers.parameters import TrainedParameters
 from trainer.engine.optimizers.table import build_optimizer
@@ -254,6 +263,22 @@ TRAININGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", TRAININGS)
 def test_a_training_is_that_of_torch(name: str):
     assert_equal_curves(curves(TRAININGS[name]))
+
+
+def test_it_writes_the_joint_copies_of_queries_keys_and_values():
+    recipe = tiny_recipe(precision="bf16")
+    with joined() as found, kernels_of("adamw"), tiny_training(recipe) as training:
+        for number, batch in enumerate(islice(training.loader, 3)):
+            with mock.patch.object(torch, "_foreach_copy_", side_effect=torch._foreach_copy_) as copy:
+                training.engine.train_step(batch)
+            casts = [call for call in copy.call_args_list if call.args[0][0].dtype == torch.bfloat16]
+            assert len(casts) == (number == 0), "the kernel rounds from the second step on"
+        for _, layers in chain.from_iterable(joint.parameters() for joint in found):
+            copies = [kept_copy(weight).tensor for weight in layers]
+            assert len({copy.untyped_storage().data_ptr() for copy in copies}) == 1
+            assert all(torch.equal(a, b.detach().bfloat16()) for a, b in zip(copies, layers, strict=True))
+            assert all(kept_copy(weight).is_current(weight) for weight in layers)
+    assert len(found) == 2
 
 
 @pytest.mark.parametrize(("strategy", "number"), [("ddp", 2), ("fsdp", 3)])

@@ -544,6 +544,28 @@ def test_torch_sees_operations():
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("heads", "dim"), [((2, 2), 16), ((4, 2), 8), ((2, 1), 48), ((1, 1), 4)])
+def test_states_side_by_side_have_one_gradient(heads: tuple[int, int], dim: int, with_bias: bool):
+    """Output and gradients are those of states apart, bit for bit, and states side by side have one gradient."""
+    case = Case(heads=heads, lengths=(20, 20), dims=(dim, dim), bias=(1, heads[0], 20, 20) if with_bias else None)
+    states = [tensor.transpose(1, 2).flatten(2) for tensor in case.tensors()[:3]]
+    bias = case.tensors()[3].requires_grad_() if with_bias else None
+    arguments = (torch.tensor([1, 2]), None, bias, None, None, 0.4, 0.3, False, [0, 0, 0])
+
+    def gradients(whole: Tensor, joint: bool) -> tuple[Tensor, ...]:
+        parts = fused_attention._parts(whole, case.tensors()[:3])
+        output, _ = fused_attention.fused_attention(*parts, *arguments, whole=whole if joint else None)
+        inputs = (whole,) if bias is None else (whole, bias)
+        return (output, *torch.autograd.grad(output.square().sum(), inputs))
+
+    whole = torch.cat(states, -1).requires_grad_()
+    with mock.patch.object(fused_attention, "backward_of", side_effect=fused_attention.backward_of) as backward:
+        found, expected = gradients(whole, True), gradients(whole, False)
+    assert [len(call.args) > 20 and call.args[20] for call in backward.call_args_list] == [True, False]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 class Site:
     """A dropout site with the keys of its rows at hand."""
 

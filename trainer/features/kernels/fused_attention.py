@@ -9,7 +9,7 @@ This module imports Triton at the first call: see `trainer.parallel.kernel_suppo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -271,8 +271,11 @@ def backward_of(
     lengths: Sequence[int] | None = None,
     window: int | None = None,
     bits: Tensor | None = None,
+    joint: bool = False,
 ) -> list[Tensor]:
     """Return the gradients of query, key and value, and that of the bias `with_bias`.
+
+    If `joint`, the first three are one tensor, as `whole` of `fused_attention`.
 
     `output` and `sums` are the results of `fused_attention`, for these keys or for more keys, these among them. In the
     second case, the gradients are those of these keys. The other arguments are those of `fused_attention`.
@@ -280,11 +283,12 @@ def backward_of(
     query, key, value, output_gradient = map(_with_rows, (query, key, value, output_gradient))
     gradients: list[Tensor] = _empty_gradients(
         output_gradient, output, sums, query, key, value, row_keys, mask, bias, key_tiles, query_tiles, scale,
-        probability, is_causal, offsets, with_bias,
+        probability, is_causal, offsets, with_bias, joint=joint,
     )  # fmt: skip
     if output.numel() == 0:
         return [gradient.zero_() for gradient in gradients]
-    query_gradient, key_gradient, value_gradient = gradients[:3]
+    states = (query, key, value)
+    query_gradient, key_gradient, value_gradient = _parts(gradients[0], states) if joint else gradients[:3]
     rows, deltas = _Rows.of(lengths, window), sums.new_empty(sums.shape[1:])
 
     def plan() -> list[Launch]:
@@ -322,7 +326,7 @@ def backward_of(
             for name in ("UNIT_M", "UNIT_N", "BIAS", "TILES", "JOINED"):
                 del options[name]
             numbers = (
-                *call.factors, *inputs, strides(gradient), *strides(gradients[3])[:3], *of_sums, *call.added_strides,
+                *call.factors, *inputs, strides(gradient), *strides(gradients[-1])[:3], *of_sums, *call.added_strides,
                 *strides(bits)[:3], call.rows, heads, *bias.shape[:2], call.group, *sizes, *blocks, *offsets,
             )  # fmt: skip
             grid = (blocks[0] * blocks[1] * bias.shape[0] * bias.shape[1],)
@@ -336,9 +340,10 @@ def backward_of(
         (*inputs, output_gradient, key_gradient, value_gradient, *shared, query_tiles, starts),
     ]
     if with_bias:
-        tensors.append((*inputs, output_gradient, gradients[3], *shared))
+        tensors.append((*inputs, output_gradient, gradients[-1], *shared))
     facts = (
         "backward", query.device, scale, probability, is_causal, *offsets, *rows, _precision(query.dtype), with_bias,
+        joint,
         *facts_of(*inputs, mask, bias, key_tiles, bits, output, output_gradient, sums),
     )  # fmt: skip
     launch(facts, tensors, plan)
@@ -367,13 +372,31 @@ def _empty_gradients(
     lengths: Sequence[int] | None = None,
     window: int | None = None,
     bits: Tensor | None = None,
+    joint: bool = False,
 ) -> list[Tensor]:
     # As projections make them, `[batch, positions, heads, head_dim]`, so that their gradients need no copy.
-    gradients = [_empty_by_position(x) for x in (query, key, value)]
+    states = (query, key, value)
+    if joint:
+        gradients = [query.new_empty((query.shape[0], query.shape[2], sum(_features(states))))]
+    else:
+        gradients = [_empty_by_position(x) for x in states]
     if with_bias:
         assert bias is not None
         gradients.append(bias.new_empty(bias.shape))
     return gradients
+
+
+def _features(states: Iterable[Tensor]) -> list[int]:
+    """Return the features of each position of states `[batch, heads, positions, head_dim]`."""
+    return [x.shape[1] * x.shape[3] for x in states]
+
+
+def _parts(whole: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return the views of `whole` `[batch, positions, features]` with the shapes of states that lie side by side."""
+    return [
+        part.view(*part.shape[:2], x.shape[1], x.shape[3]).transpose(1, 2)
+        for part, x in zip(torch.split(whole, _features(like), -1), like, strict=True)
+    ]
 
 
 def _empty_by_position(like: Tensor) -> Tensor:
@@ -386,21 +409,23 @@ class _KeyedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        *tensors, scale, probability, is_causal, offsets, starts, lengths, window, bits = inputs
-        output: tuple[Tensor, Tensor] = _attend(*inputs)
+        *tensors, scale, probability, is_causal, offsets, starts, lengths, window, bits, whole = inputs
+        output: tuple[Tensor, Tensor] = _attend(*inputs[:-1])
         ctx.save_for_backward(bits, starts, *output, *tensors)
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)  # else torch makes zeros for the second output
         ctx.numbers = (scale, probability, is_causal, offsets)
         ctx.of_rows = (lengths, window)
+        ctx.joint = whole is not None
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         with_bias = ctx.needs_input_grad[5]
         bits, starts, *tensors = ctx.saved_tensors
-        found = backward_of(gradients[0], *tensors, *ctx.numbers, with_bias, starts, *ctx.of_rows, bits)
-        return *found[:3], None, None, found[3] if with_bias else None, *[None] * 10
+        found = backward_of(gradients[0], *tensors, *ctx.numbers, with_bias, starts, *ctx.of_rows, bits, ctx.joint)
+        of_states, of_whole = ([None] * 3, found[0]) if ctx.joint else (found[:3], None)
+        return *of_states, None, None, found[-1] if with_bias else None, *[None] * 10, of_whole
 
 
 def fused_attention(
@@ -419,6 +444,7 @@ def fused_attention(
     starts: Tensor | None = None,
     lengths: Sequence[int] | None = None,
     window: int | None = None,
+    whole: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute scaled dot-product attention with a keyed dropout mask.
 
@@ -445,22 +471,28 @@ def fused_attention(
             `[rows + 1]`; `row_keys` are then `[rows]`.
         lengths: the tokens of each row, as `starts` has them.
         window: the largest distance of a query and a key that it sees; it excludes `mask`.
+        whole: queries, keys and values side by side, `[batch, positions, features]`, if they are views of it. Their
+            gradient is then one tensor, too.
 
     Returns:
         The output `[batch, queries, heads, value_dim]`, and the maximum and the binary logarithm of the sum of each
         query's exponentials, fp32 `[2, batch, heads, queries]`.
     """
     size = value.shape[-1]
-    query, key, value = map(_with_aligned_heads, (query, key, value))
+    states = (query, key, value)
+    has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in states)
+    if whole is None or any(map(_missing_dims, states)):
+        whole, (query, key, value) = None, map(_with_aligned_heads, states)
+    else:
+        query, key, value = _parts(whole.detach(), states)
     bits = None
-    has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     if has_gradient and keeps_bits(query, key, value, probability, lengths, window):
         sizes = [query.shape[1], query.shape[2], key.shape[2]]
         # An operation of its own: selective checkpointing keeps the output, and draws the mask again.
         bits = _draw(row_keys, key_tiles, sizes, probability, is_causal, offsets, starts, lengths)
     arguments = (
         query, key, value, row_keys, mask, bias, key_tiles, query_tiles, scale, probability, is_causal, offsets, starts,
-        lengths, window, bits,
+        lengths, window, bits, whole,
     )  # fmt: skip
     output, sums = _KeyedAttention.apply(*arguments)  # type: ignore[no-untyped-call]
     # `_with_aligned_heads` may have padded the values.
@@ -488,8 +520,12 @@ def _with_aligned_heads(tensor: Tensor) -> Tensor:
     Kernels read heads of 72 dimensions element by element: those of bf16 would spill 808 bytes a thread on capability
     8.0, where those of 80 spill 48. Small heads spill as little as aligned ones.
     """
-    missing = -tensor.shape[-1] % _ALIGNED
-    return F.pad(tensor, (0, missing)) if missing and tensor.shape[-1] > _SMALL_DIM else tensor
+    missing = _missing_dims(tensor)
+    return F.pad(tensor, (0, missing)) if missing else tensor
+
+
+def _missing_dims(tensor: Tensor) -> int:
+    return -tensor.shape[-1] % _ALIGNED if tensor.shape[-1] > _SMALL_DIM else 0
 
 
 def _in_units(*strides: Sequence[int]) -> tuple[list[int], int]:

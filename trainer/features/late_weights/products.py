@@ -22,7 +22,7 @@ from trainer.models.forward_context import with_method
 from trainer.models.place import PlacedModel
 from trainer.parallel.communication import Begun, in_product_type
 from trainer.parallel.device_traits import traits_of
-from trainer.parallel.tensor.kinds import MatrixProduct, ShardedLinear
+from trainer.parallel.tensor.kinds import JOINT, PLAIN, MatrixProduct, ShardedLinear
 from trainer.parallel.tensor.linear import SHARED_INPUT
 from trainer.recipe.schedules import SCHEDULES
 from trainer.recipe.schema import Recipe
@@ -89,7 +89,7 @@ def _prepared(layers: list[ShardedLinear], x: Tensor, num_bytes: int) -> tuple[T
     if not late:
         return x, None
     begun: Begun = []
-    uses = [_Use(cast(Tensor, layer.weight), bool(layer.transposed)) for layer in late]
+    uses = [_Use(cast(Tensor, vars(layer).get(JOINT, layer.weight)), bool(layer.transposed)) for layer in late]
     for layer, use in zip(late, uses, strict=True):
         vars(layer)[_USE] = use
     prepared: Tensor = _Late.apply(x, begun, uses, *(use.weight for use in uses))  # type: ignore[no-untyped-call]
@@ -119,6 +119,9 @@ def _multiply(
         use.x = x.detach()
         output.register_hook(use.keep)  # type: ignore[no-untyped-call]
     return output
+
+
+PLAIN.add(_multiply)
 
 
 class _Late(torch.autograd.Function):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +15,12 @@ from torch import Tensor, nn
 
 from trainer.parallel.rounded_inputs import COPY, current_copy
 
+_USERS = "input_users"
+"""The attribute of a layer that rounds its input, with its `Users`."""
+
 
 @dataclass
-class _Users:
+class Users:
     """The most products so far that shared an input of a layer, which is the first of them."""
 
     number: int = 1
@@ -27,7 +29,7 @@ class _Users:
 class _Copy:
     """The rounded copy of a tensor for products, and the tensor in fp32 for its other users."""
 
-    def __init__(self, x: Tensor, dtype: torch.dtype, users: _Users) -> None:
+    def __init__(self, x: Tensor, dtype: torch.dtype, users: Users) -> None:
         self.exact = x
         # A change of `x` in place raises its version, and this copy is then out of date.
         self.version = x._version
@@ -70,21 +72,33 @@ class _Shared(torch.autograd.Function):
 def share_rounded_inputs(layers: Iterable[nn.Module]) -> None:
     """Let layers that compute one product of their first argument share rounded copies of it, under autocast."""
     for layer in layers:
-        layer.register_forward_pre_hook(partial(_round_input, _Users()))
+        setattr(layer, _USERS, Users())
+        layer.register_forward_pre_hook(_round_input)
 
 
-def _round_input(users: _Users, _: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    if not arguments:  # passed by its name
+def take_users(layer: nn.Module) -> Users | None:
+    """Let a layer no longer round its input, and return new users for the one that does; None: the layer did not."""
+    return None if vars(layer).pop(_USERS, None) is None else Users()
+
+
+def _round_input(layer: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    users: Users | None = getattr(layer, _USERS, None)
+    if users is None or not arguments:  # passed by its name
         return None
-    x: Tensor = arguments[0]
+    return (rounded_input(arguments[0], users), *arguments[1:])
+
+
+def rounded_input(x: Tensor, users: Users) -> Tensor:
+    """Return the rounded copy of an input for one more product, or the input itself, which autocast rounds."""
     kind = x.device.type
     # Without a gradient, or for a leaf, which may live longer than a pass, autocast rounds.
     if not torch.is_grad_enabled() or x.grad_fn is None:
-        return None
+        return x
     if x.dtype != torch.float32 or not torch.is_autocast_enabled(kind):
-        return None
+        return x
     copy: Any = current_copy(x)
     if copy is None:
         copy = _Copy(x, torch.get_autocast_dtype(kind), users)
         setattr(x, COPY, copy)
-    return (copy.take(), *arguments[1:])
+    taken: Tensor = copy.take()
+    return taken

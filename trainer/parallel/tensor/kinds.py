@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -26,6 +28,12 @@ class MatrixProduct(nn.Module):
     def add_bias(self, x: Tensor, bias: Tensor) -> Tensor:
         """Return the sum of products `x` `[..., out]` and a bias `[out]`, in the type of the products."""
         return x + bias.to(x.dtype)
+
+
+PLAIN: set[Any] = {MatrixProduct.multiply}
+"""Functions in the place of `multiply` that return `F.linear`; a feature may add its own."""
+JOINT = "joint_weight"
+"""The attribute of a layer with a weight that it multiplies by in place of its own, for itself and other layers."""
 
 
 class ShardedLinear(MatrixProduct):

@@ -454,7 +454,9 @@ def _number(tensor: Tensor) -> float | int | bool:
     return True if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
 
 
-_CASTING = frozenset((torch.ops.aten._to_copy.default, torch.ops.aten.empty_like.default))
+_CASTING = frozenset(
+    (torch.ops.aten._to_copy.default, torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default)
+)
 _ANSWERS = {
     torch.ops.aten._local_scalar_dense.default: _number,
     torch.ops.aten.equal.default: lambda *_: True,
