@@ -207,9 +207,10 @@ def test_16_bits_have_a_wider_bound(tmp_path, here, trained):
     assert 1e-6 < done.certificate.difference < 0.1 * done.certificate.largest
 
 
-def test_products_in_fp8_are_verified_in_fp32(tmp_path, here):
+@pytest.mark.parametrize("key", ["fp8_features=16", "residuals=bf16"])
+def test_other_types_are_verified_in_fp32(tmp_path, here, key):
     recipe = write_tiny_run(tmp_path)
-    train(recipe, "precision=bf16", "fp8_features=16")
+    train(recipe, "precision=bf16", key)
     verified = export(tmp_path / "run", tmp_path / "out", verification=ASKED).certificate
     assert verified is not None
 

@@ -144,7 +144,7 @@ def _data(
     shutil.copytree(preparation, folder)
     write_added(added, folder, torch.float32)
     # In fp32, so that a difference comes from the folder and not from rounding.
-    plain: dict[str, Any] = {key: "fp32" for key in ("precision", "weights") if key in recipe}
+    plain: dict[str, Any] = {key: "fp32" for key in ("precision", "weights", "residuals") if key in recipe}
     plain |= {key: None for key in ("fp8_features",) if key in recipe}
     if "packing" in recipe["task"]:  # other programs read one document in a row
         plain["task"] = {**recipe["task"], "packing": "none"}
