@@ -174,6 +174,10 @@ def test_nothing_is_chosen_after_steps_that_a_profiler_may_sample(monkeypatch: p
     chosen.choose(choice.LAST_STEP, [(0.5, 0.0, 0.0)], choice.LAST_STEP)
     chosen.choose(300, [chosen.vote()], 300)
     assert not chosen.news()
+    late = _choice(monkeypatch)  # its first log comes after the last step
+    late.choose(300, [(1.0, 0.0, 0.0)], 300)
+    late.choose(400, [(1.0, 0.0, 0.0)], 400)
+    assert not late.news()
 
 
 def test_auto_does_nothing_on_a_cpu():

@@ -129,7 +129,7 @@ class Choice:
         shares, lacking, failed = zip(*ranks, strict=True)
         if self._is_open and min(shares) > _UNKNOWN:
             # One rank that is late lets all wait in the sums of gradients.
-            if max(shares) >= LEAST_HOST_SHARE:
+            if max(shares) >= LEAST_HOST_SHARE and num_steps <= LAST_STEP:
                 self._is_open = False
                 self._capture(step, max(shares), any(lacking))
             elif num_steps >= LAST_STEP:
