@@ -341,12 +341,7 @@ def fitted(described: ModelDescription, stored: StoredWeights) -> StoredWeights:
     model = described.on_meta()
     renamed = renamed_keys(model, stored)[0]
     if recipe.new_head:
-        head = [name for name in renamed if _is_in_head(model, name)]
-        if not head or len(head) == len(renamed):
-            raise UsageError(
-                f"`model.new_head` is true, but the checkpoint {recipe.name_or_path} has no head for this task that"
-                " could be replaced; set it to false"
-            )
+        head = _head(model, renamed, recipe)
         stored = FewerWeights(stored, {renamed.pop(name) for name in head})
     shapes = {key: tuple(model.state_dict()[name].shape) for name, key in renamed.items()}
     if form is not None and encoded:
@@ -357,6 +352,16 @@ def fitted(described: ModelDescription, stored: StoredWeights) -> StoredWeights:
     size = vocabulary_size(described.config)
     larger = {key: after for key, after in shapes.items() if _has_more_tokens(stored.shapes[key], after, size)}
     return EnlargedWeights(stored, larger)
+
+
+def _head(model: nn.Module, renamed: Mapping[str, str], recipe: Model) -> list[str]:
+    head = [name for name in renamed if _is_in_head(model, name)]
+    if not head or len(head) == len(renamed):
+        raise UsageError(
+            f"`model.new_head` is true, but the checkpoint {recipe.name_or_path} has no head for this task that"
+            " could be replaced; set it to false"
+        )
+    return head
 
 
 def _is_in_head(model: Any, name: str) -> bool:

@@ -111,9 +111,7 @@ def _correction(finding: Finding, root: Node) -> tuple[KeyPath, Any] | None:
     if node is None or not isinstance(node.value, str) or finding.field is None:
         return None
     if path == ("task", "type"):
-        name = re.sub(r"[\s-]+", "_", node.value.strip().lower())
-        known = [task for task, keys in task_sections().items() if name in (task, *keys.pipelines)]
-        return (path, known[0]) if known else None
+        return (path, task) if (task := _task_of_pipeline(node.value)) else None
     if node.origin.line or len(finding.path) != finding.key + 1:  # files are strict
         return None
     lists = (_list_in(node.value, branch) for branch in _branches(_schema_at(finding)))
@@ -122,6 +120,11 @@ def _correction(finding: Finding, root: Node) -> tuple[KeyPath, Any] | None:
     if items and all(str(item) in node.value for item in items):
         return path, [Node(item, node.origin) for item in items]
     return None
+
+
+def _task_of_pipeline(name: str) -> str | None:
+    name = re.sub(r"[\s-]+", "_", name.strip().lower())
+    return next((task for task, keys in task_sections().items() if name in (task, *keys.pipelines)), None)
 
 
 def explain(finding: Finding, root: Node) -> list[Problem]:
