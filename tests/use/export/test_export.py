@@ -342,7 +342,7 @@ class TestHostile:
 
 
 @needs_peak
-@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=[pytest.mark.slow, pytest.mark.alone])])
 def test_no_more_than_a_file_of_the_model_is_in_memory(tmp_path, monkeypatch, bert, dtype):
     export(write_checkpoint(tmp_path / "tiny", bert), tmp_path / "warm", dtype)  # whatever is imported once
     model = built(head="AutoModelForMaskedLM", **LARGE_BERT)
