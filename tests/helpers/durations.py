@@ -25,6 +25,7 @@ SLOW = {
     "tests/benchmarks/test_peers.py::test_a_compiled_loop_learns_the_same": "g++ builds the code of a whole model",
     "tests/chaos/test_chaos.py::test_a_sample_of_the_campaign": "a dozen starts of ranks",
     "tests/docker/test_install.py::test_a_fresh_prefix_holds_the_pinned_versions_and_the_recipes": "installs by pip",
+    "tests/features/adamw_kernel/test_adamw_kernel.py::test_in_tritons_interpreter": "30 tests of Triton",
     "tests/features/elastic/test_elastic.py::TestTorchrun::test_a_node_leaves_and_joins": "four starts without a fork",
     "tests/launch/test_launchers.py::test_two_ranks_train_as_one_process": "up to four programs",
     "tests/launch/test_real_data.py::test_each_launcher_gives_the_same_curve": "trains on files of thousands of rows",

@@ -6,7 +6,7 @@ some products and sums, so its own results may be the next number.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, islice
 from typing import Any
@@ -220,6 +220,11 @@ def test_a_change_by_others_puts_the_copy_out_of_date():
         assert torch.equal(layer.weight, vars(layer)["_parameters"]["weight"].detach().bfloat16())
 
 
+def further(names: Iterable[str], *nightly: str) -> list[Any]:
+    """Return the names as parameters, of which some run each night only."""
+    return [pytest.param(name, marks=pytest.mark.nightly) if name in nightly else name for name in names]
+
+
 @contextmanager
 def kernels_of(*names: str) -> Iterator[None]:
     """Leave other kernels out, which the interpreter runs slowly."""
@@ -260,7 +265,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.parametrize("name", further(TRAININGS, "averages", "late", "groups", "lora"))
 def test_a_training_is_that_of_torch(name: str):
     assert_equal_curves(curves(TRAININGS[name]))
 
@@ -349,7 +354,9 @@ ROUNDED_GRADIENTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ROUNDED_GRADIENTS)
+@pytest.mark.parametrize(
+    "name", further(ROUNDED_GRADIENTS, "recomputed", "sent in bf16", "sent in fp16", "lora", "fp16")
+)
 def test_gradients_in_16_bits_change_no_bit(name: str):
     types, others = in_both_ways({"precision": "bf16", "training": {"max_grad_norm": 0.01}, **ROUNDED_GRADIENTS[name]})
     rounded = {name for name, dtype in types.items() if dtype == torch.bfloat16}

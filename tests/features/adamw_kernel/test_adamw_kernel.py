@@ -42,6 +42,12 @@ def test_in_tritons_interpreter():
     run_interpreted(Path(__file__).with_name("interpreted_adamw.py"), timeout_seconds=600)
 
 
+@pytest.mark.nightly
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_further_trainings_in_tritons_interpreter():
+    run_interpreted(Path(__file__).with_name("interpreted_adamw.py"), timeout_seconds=600, marks="nightly")
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_planned_step_reads_and_writes_once(precision: str):
     """Weights and moments twice, gradients once; copies and gradients of 2 bytes for products, without a cast."""
