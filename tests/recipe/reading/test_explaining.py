@@ -39,6 +39,25 @@ def test_values_with_one_meaning_are_taken(
     assert str(resolved.origins[key]) == "command line"
 
 
+@pytest.mark.parametrize(
+    ("data", "source"),
+    [({"train": "rows.csv"}, "files"), ({"name": "nyu-mll/glue"}, "hub"), ({"path": "rows"}, "folder")],
+)
+def test_the_keys_of_the_data_show_its_source(
+    write: Callable[..., str], minimal: Minimal, data: dict[str, str], source: str, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.csv").write_text("sentence,label\na,1\n")
+    (tmp_path / "rows").mkdir()
+    assert load_recipe(write(minimal | {"data": data})).values["data.source"] == source
+
+
+@pytest.mark.parametrize("data", [{}, {"train": "rows.csv", "subset": "mrpc"}, {"trian": "rows.csv"}])
+def test_data_of_no_one_source_is_refused(
+    problems: Callable[..., list[str]], minimal: Minimal, data: dict[str, str]
+) -> None:
+    assert "`data.source` is missing" in problems(minimal | {"data": data})[0]
+
+
 def test_files_are_strict_on_lists(problems: Callable[..., list[str]], minimal: Minimal) -> None:
     minimal["task"]["metrics"] = "accuracy, f1"
     assert problems(minimal)[0].endswith('but is "accuracy, f1"; write ["accuracy", "f1"]')

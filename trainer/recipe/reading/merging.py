@@ -11,10 +11,22 @@ from __future__ import annotations
 from pydantic.fields import FieldInfo
 
 from trainer.recipe.paths import KeyPath
-from trainer.recipe.reading.keys import default_tag, section_model
+from trainer.recipe.reading.keys import default_tag, kinds, section_model
 from trainer.recipe.reading.parser import DEFAULT, Node
 from trainer.recipe.schema import Recipe, Section
 from trainer.recipe.schema.section import descriptions
+
+
+def _shown_kind(field: FieldInfo, node: Node) -> str | None:
+    """Return the only kind of a section that has all written keys, and needs no other; None: there are several."""
+    written, tag = node.members.keys(), str(field.discriminator)
+    fitting = [
+        kind
+        for kind, model in kinds(field).items()
+        if written <= model.model_fields.keys()
+        and all(key in written or key == tag or not value.is_required() for key, value in model.model_fields.items())
+    ]
+    return fitting[0] if len(fitting) == 1 else None
 
 
 def merged(base: Node, layer: Node) -> Node:
@@ -63,6 +75,8 @@ def with_default_kinds(root: Node) -> Node:
     members = dict(root.members)
     for name, field in Recipe.model_fields.items():
         tag = default_tag(field)
+        if name == "data" and name in members:
+            tag = _shown_kind(field, members[name])
         if tag is not None and name in members and isinstance(members[name].value, dict):
             kind = {str(field.discriminator): Node(tag, DEFAULT)}
             members[name] = Node(kind | members[name].members, members[name].origin, members[name].key_origin)
