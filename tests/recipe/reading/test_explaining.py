@@ -58,6 +58,10 @@ def test_data_of_no_one_source_is_refused(
     assert "`data.source` is missing" in problems(minimal | {"data": data})[0]
 
 
+def test_a_longer_word_than_a_choice_is_misspelled(problems: Callable[..., list[str]], minimal: Minimal) -> None:
+    assert problems(minimal, "task.metrics=f1_macros")[0].endswith("""; write 'task.metrics=["f1_macro"]'""")
+
+
 def test_files_are_strict_on_lists(problems: Callable[..., list[str]], minimal: Minimal) -> None:
     minimal["task"]["metrics"] = "accuracy, f1"
     assert problems(minimal)[0].endswith('but is "accuracy, f1"; write ["accuracy", "f1"]')

@@ -114,11 +114,13 @@ def _correction(finding: Finding, root: Node) -> tuple[KeyPath, Any] | None:
         return (path, task) if (task := _task_of_pipeline(node.value)) else None
     if node.origin.line or len(finding.path) != finding.key + 1:  # files are strict
         return None
-    lists = (_list_in(node.value, branch) for branch in _branches(_schema_at(finding)))
-    items = json.loads(next(filter(None, lists), "null"))
-    # A misspelled item has a suggestion instead.
-    if items and all(str(item) in node.value for item in items):
-        return path, [Node(item, node.origin) for item in items]
+    for branch in _branches(_schema_at(finding)):
+        if items := _items_in(node.value, branch):
+            rules = _branches(branch["items"])
+            # A misspelled item has a suggestion instead.
+            if (choices := _choices(rules)) and not {*items} <= {*choices}:
+                return None
+            return path, [Node(json.loads(item) if _is_number(item, rules) else item, node.origin) for item in items]
     return None
 
 
@@ -318,18 +320,25 @@ def _meant(text: str, choices: Sequence[str]) -> str | None:
     return other if other in choices else next(iter(get_close_matches(text, choices, n=1, cutoff=0.8)), None)
 
 
-def _list_in(text: str, schema: Schema) -> str:
-    """Return the list that a text such as "a, b" or "[a, b]" means, as JSON; empty if it has another number of items.
+def _items_in(text: str, schema: Schema) -> list[str]:
+    """Return the items of the list that a text such as "a, b" or "[a, b]" means; none if their number is another.
 
     A shell removes the quotes of a list without quotes around it.
     """
     if schema.get("type") != "array":
-        return ""
+        return []
     text = text.strip()
     inner = text[1:-1] if text[:1] + text[-1:] in ("[]", "()", "{}") else text
     # Inner brackets have a meaning of their own, so the text is one item.
     items = [inner] if set("[](){}") & set(inner) else [part.strip().strip("'\"") for part in inner.split(",")]
-    if not schema.get("minItems", 0) <= len(items) <= schema.get("maxItems", len(items)) or not all(items):
+    is_whole = schema.get("minItems", 0) <= len(items) <= schema.get("maxItems", len(items)) and all(items)
+    return items if is_whole else []
+
+
+def _list_in(text: str, schema: Schema) -> str:
+    """Return the list that a text means as JSON, with the choices that its items nearly spell; empty: it means none."""
+    items = _items_in(text, schema)
+    if not items:
         return ""
     branches = _branches(schema["items"])
     choices = _choices(branches)

@@ -74,9 +74,7 @@ def with_default_kinds(root: Node) -> Node:
     """Set the default kind of sections without one, as pydantic requires."""
     members = dict(root.members)
     for name, field in Recipe.model_fields.items():
-        tag = default_tag(field)
-        if name == "data" and name in members:
-            tag = _shown_kind(field, members[name])
+        tag = _shown_kind(field, members[name]) if name == "data" and name in members else default_tag(field)
         if tag is not None and name in members and isinstance(members[name].value, dict):
             kind = {str(field.discriminator): Node(tag, DEFAULT)}
             members[name] = Node(kind | members[name].members, members[name].origin, members[name].key_origin)

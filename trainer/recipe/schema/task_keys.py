@@ -77,9 +77,7 @@ class TaskKeys(Section):
     implementation: ClassVar[str] = ""
     # The function that reads its parts in the folder of the model, as "module:function"; empty: it has none there.
     folder_reader: ClassVar[str] = ""
-    pipelines: ClassVar[
-        Sequence[str]
-    ] = ()  # other names in pipelines of transformers, with underscores; they are taken
+    pipelines: ClassVar[Sequence[str]] = ()  # names in pipelines of transformers, with underscores; they are taken
     also_called: ClassVar[Sequence[str]] = ()  # names of other tools; they are suggested
 
     @property
