@@ -62,6 +62,17 @@ def recipe_of(sections: dict[str, Any], keys: dict[str, Any]) -> Recipe:
     return tiny_recipe(**{**sections, **keys, "model": model, "training": training})
 
 
+in_some_layouts = pytest.mark.parametrize(
+    "layout",
+    [
+        "tensor-sequence-accumulated",
+        *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("ddp", "fsdp-accumulated", "pipeline")),
+        pytest.param("context", marks=pytest.mark.nightly),
+    ],
+)
+"""For features that change the layers of a model."""
+
+
 def assert_any_layout_is_one_process(
     ranks: RankPools, layout: str, sections: dict[str, Any], tolerance: Tolerance = TOLERANCES["fp32"]
 ) -> None:

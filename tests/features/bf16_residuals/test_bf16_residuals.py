@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import build_tiny, tiny_recipe
 from tests.parity.cases import TOLERANCES, model_config
-from tests.parity.test_learning import BERT, assert_any_layout_is_one_process
+from tests.parity.test_learning import BERT, assert_any_layout_is_one_process, in_some_layouts
 from trainer.base.errors import RecipeError
 from trainer.features.bf16_residuals.stream import use_bf16
 from trainer.models.families.table import layers_of
@@ -101,14 +101,7 @@ def test_sums_of_residuals_are_in_bf16(family: str):
     assert losses[0] != losses[1]
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "tensor-sequence-accumulated",
-        *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("ddp", "fsdp-accumulated", "pipeline")),
-        pytest.param("context", marks=pytest.mark.nightly),
-    ],
-)
+@in_some_layouts
 def test_any_layout_is_one_process(ranks: RankPools, layout: str):
     small = {"config": {**BERT, "initializer_range": 0.05}}
     sgd = {"name": "sgd", "learning_rate": 0.01}

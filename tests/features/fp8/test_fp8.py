@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from tests.helpers.ranks import RankError, RankPools
 from tests.helpers.training import train_tiny
 from tests.parity.cases import Tolerance
-from tests.parity.test_learning import BERT, assert_any_layout_is_one_process, recipe_of
+from tests.parity.test_learning import BERT, assert_any_layout_is_one_process, in_some_layouts, recipe_of
 from trainer.base.errors import UsageError
 from trainer.features.fp8 import products
 from trainer.models.place import PlacedModel
@@ -75,14 +75,7 @@ def test_products_and_gradients_are_bit_for_bit_those_of_torchao():
         assert torch.equal(one.grad, other.grad)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "tensor-sequence-accumulated",
-        *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("ddp", "fsdp-accumulated", "pipeline")),
-        pytest.param("context", marks=pytest.mark.nightly),
-    ],
-)
+@in_some_layouts
 def test_any_layout_is_one_process(ranks: RankPools, layout: str):
     small = {"config": {**BERT, "initializer_range": 0.05}}
     sgd = {"name": "sgd", "learning_rate": 0.01}
