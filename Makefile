@@ -102,7 +102,7 @@ dist:
 	PYTHON=$(PYTHON) .ci/dist
 
 docs: $(INSTALLED)
-	$(BIN)/python -m mkdocs build --strict --quiet
+	$(BIN)/python -m docs.site
 	@echo "read it at http://127.0.0.1:8000: $(BIN)/python -m http.server --directory site --bind 127.0.0.1"
 
 # Without bytecode: pip would compile 24,000 modules, but a run imports a quarter of them, and its first one stores theirs.

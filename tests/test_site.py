@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from functools import cache
 from math import prod
@@ -17,9 +19,10 @@ from torch import nn
 
 from docs import costs
 from docs.generate import pages
+from docs.site import Site, SiteError, add_version, build
 from tests.helpers.families import CONFIGS
 from tests.helpers.families import build as build_model
-from tests.helpers.processes import ROOT
+from tests.helpers.processes import ROOT, run
 from tests.helpers.ranks import RankPools
 from tests.helpers.turns import once
 from tests.models.test_tensor_split import compare
@@ -34,29 +37,17 @@ from trainer.recipe.schema import Model, Training
 
 DOCS = ROOT / "docs"
 PAGES = [page for page in pages() if page.parent != ROOT]
-ADDRESSES = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["extra"]["addresses"]
+CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+ADDRESSES = CONFIG["extra"]["addresses"]
 HOLE = "\0"  # in a message of the source, where a value goes
-
-
-def build(docs: Path, site: Path, root: Path = ROOT) -> None:
-    """As `make docs`.
-
-    Raises:
-        mkdocs.exceptions.Abort: a link or an anchor leads nowhere, or a page is not in the navigation.
-    """
-    pytest.importorskip("mkdocs")
-    from mkdocs.commands.build import build as build_site
-    from mkdocs.config import load_config
-
-    build_site(load_config(str(root / "mkdocs.yml"), docs_dir=str(docs), site_dir=str(site), strict=True))
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def make() -> Path:
         folder = tmp_path_factory.mktemp("site")
-        build(DOCS, folder)
-        return folder
+        build(folder / "site")
+        return folder / "site"
 
     return once("site", make)
 
@@ -92,7 +83,7 @@ def test_the_site_renders_tables_and_lists(page: Path, site: Path):
 
 
 def test_the_search_finds_a_message(site: Path):
-    assert "could not join the others at" in (site / "search" / "search_index.json").read_text(encoding="utf-8")
+    assert "could not join the others at" in (site / "search.json").read_text(encoding="utf-8")
 
 
 def test_a_file_of_the_repository_has_its_page(site: Path):
@@ -112,26 +103,82 @@ def test_the_page_of_a_feature_is_beside_those_of_docs(site: Path):
     assert not list(site.glob("repository/trainer/features/*/page"))
 
 
-def test_a_deleted_page_of_a_feature_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def copied(root: Path, *left_out: str) -> Path:
+    """Copy the pages, with links to all other files of the repository."""
     for name in ("docs", "trainer"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "vision"))
-    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
-    for path in ROOT.glob("[!.]*"):
-        if path.name not in ("docs", "trainer", "mkdocs.yml", "runs", "site"):
-            (tmp_path / path.name).symlink_to(path)
-    with pytest.raises(pytest.importorskip("mkdocs.exceptions").Abort):
-        build(tmp_path / "docs", tmp_path / "site", tmp_path)
-    assert "'vision.md' is included in the 'nav'" in caplog.text
-    assert "'predict.md' contains a link 'repository/trainer/features/vision/page.md'" in caplog.text
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", *left_out))
+    for path in ROOT.iterdir():
+        if path.name not in ("docs", "trainer", ".git", "runs", "site"):
+            (root / path.name).symlink_to(path)
+    return root
 
 
-def test_links_that_lead_nowhere_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    shutil.copytree(DOCS, tmp_path / "docs")
-    with (tmp_path / "docs" / "index.md").open("a", encoding="utf-8") as page:
-        page.write("\n[a](nowhere.md) [b](recipe.md#no-anchor) [c](../nofile.py)\n")
-    with pytest.raises(pytest.importorskip("mkdocs.exceptions").Abort):
-        build(tmp_path / "docs", tmp_path / "site")
-    assert all(place in caplog.text for place in ("nowhere.md", "no-anchor", "nofile.py"))
+def test_a_deleted_page_of_a_feature_is_named(tmp_path: Path):
+    with pytest.raises(SiteError) as error:
+        build(tmp_path / "site", copied(tmp_path, "vision"))
+    assert "names `vision.md`, which does not exist" in str(error.value)
+    assert "`docs/predict.md` links to `../trainer/features/vision/page.md`" in str(error.value)
+
+
+def test_links_that_lead_nowhere_fail(tmp_path: Path):
+    page = copied(tmp_path) / "docs" / "index.md"
+    page.write_text(f"{page.read_text('utf-8')}\n[a](nowhere.md) [b](recipe.md#no-anchor) [c](../nofile.py) [d](/d)\n")
+    (tmp_path / "docs" / "forgotten.md").touch()
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "index.html").write_text("the last site")
+    with pytest.raises(SiteError) as error:
+        build(tmp_path / "site", tmp_path)
+    expected = ("`nowhere.md`", "anchor does not exist", "`../nofile.py`", "`/d`", "lacks `forgotten.md`")
+    assert [one for one in expected if one not in str(error.value)] == []
+    assert (tmp_path / "site" / "index.html").read_text() == "the last site"
+
+
+def test_language_models_find_each_page_as_markdown(site: Path):
+    listed = re.findall(r"^- \[.+?\]\((.+?)\): (.+)$", (site / "llms.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {place for place, _ in listed} == {*Site(ROOT, CONFIG).in_nav}
+    assert all(sentence.endswith((".", ":")) and "](" not in sentence for _, sentence in listed)
+    for place, _ in listed:
+        text = without_code((site / place).read_text(encoding="utf-8"))
+        for link in re.findall(r"\]\((?![a-z]+:|#)([^)\s#]+)", text):
+            assert (site / place).parent.joinpath(link).is_file(), (place, link)
+
+
+def test_versions_lie_side_by_side(site: Path, tmp_path: Path):
+    small = tmp_path / "small"
+    small.mkdir()
+    for version in ("0.9", "0.10", "0.2", "0.9"):
+        (small / "index.html").write_text(f"{version}, of {site.name}")
+        add_version(small, tmp_path, version)
+    versions = json.loads((tmp_path / "versions.json").read_text())
+    assert [(one["version"], one["aliases"]) for one in versions] == [("0.10", ["latest"]), ("0.9", []), ("0.2", [])]
+    shown = {one: (tmp_path / one / "index.html").read_text() for one in ("0.2", "0.9", "0.10", "latest")}
+    assert shown == {"0.2": "0.2, of site", "0.9": "0.9, of site", "0.10": "0.10, of site", "latest": "0.10, of site"}
+    # The theme looks for the list beside the folder of its version, if its configuration names this form.
+    scope = re.search(r'<script id="__config"[^>]*>(.*?)</script>', (site / "tutorial" / "index.html").read_text())
+    assert scope
+    assert json.loads(scope[1])["version"] == {"provider": "mike"}
+
+
+@pytest.mark.slow
+def test_each_release_adds_its_documentation_to_the_branch(tmp_path: Path):
+    if not (ROOT / ".git").exists():
+        pytest.skip("no repository")
+    origin, clone = tmp_path / "origin", tmp_path / "clone"
+    for command in (
+        ["init", "--bare", origin],
+        ["clone", ROOT, clone],
+        ["-C", clone, "remote", "set-url", "origin", origin],
+    ):
+        assert run(["git", *command], 60).returncode == 0
+    for version in ("0.1", "0.2"):
+        added = run([clone / ".ci" / "publish_docs", version, "https://x.org/t"], 120, PYTHON=sys.executable)
+        assert added.returncode == 0, added.stderr
+    listed = run(["git", "-C", origin, "ls-tree", "--name-only", "gh-pages"], 60).stdout.split()
+    assert listed == [".nojekyll", "0.1", "0.2", "index.html", "latest", "versions.json"]
+    sitemap = run(["git", "-C", origin, "show", "gh-pages:latest/sitemap.xml"], 60).stdout
+    assert "<loc>https://x.org/t/0.2/tutorial/</loc>" in sitemap
+    assert run(["git", "-C", origin, "rev-list", "--count", "gh-pages"], 60).stdout.strip() == "2"
+    assert run([Path(sys.executable).parent / "shellcheck", ROOT / ".ci" / "publish_docs"]).returncode == 0
 
 
 # Messages
