@@ -291,7 +291,11 @@ def test_tensor_ranks_run_the_sample(processes, words, one_process, tmp_path):
 
 def test_every_file_of_launchers_is_started_by_a_test():
     files = {file.name for file in FILES.iterdir() if file.is_file() and not file.name.startswith((".", "__"))}
-    assert {name for name in files if f"/{name}'" not in repr(CASES)} == {"ranks.sh"}  # a part of those of clusters
+    of_clusters = {
+        "ranks.sh",
+        "cluster_training_runtime.yaml",
+    }  # parts of others, and equal to trainjob's
+    assert {name for name in files if f"/{name}'" not in repr(CASES)} == of_clusters
     assert {name for name, kind in KINDS.items() if kind.file.endswith(".j2")} == {*OF_CLUSTERS, "ray"}
 
 

@@ -276,6 +276,35 @@ def test_the_parts_of_other_clusters(here, capsys):
     assert json.loads(task["envs"]["RECIPE"])["data"]["train"] == ["/runs/data/train.csv"]
 
 
+def test_the_runtime_of_a_whole_cluster_starts_the_pods_of_a_trainjob(here, capsys, tmp_path):
+    """It lacks the parts that belong to one job."""
+    runtime = yaml.safe_load((LAUNCHERS / "cluster_training_runtime.yaml").read_text()) | {"kind": "TrainingRuntime"}
+    manifests(yaml.safe_dump(runtime))
+    of_job = manifests(written("reviews.json", *options_of("trainjob"), capsys=capsys))["TrainingRuntime"]
+    own, other = (one["spec"]["template"]["spec"] for one in (runtime, of_job))
+    del other["network"]["subdomain"], other["replicatedJobs"][0]["template"]["spec"]["template"]["metadata"]
+    (job,), (job_of_one,) = jobs(runtime), jobs(of_job)
+    del job_of_one["completions"], job_of_one["parallelism"]
+    pod, pod_of_one = job["template"]["spec"], job_of_one["template"]["spec"]
+    check_pod(pod)
+    (container,), (of_one,) = pod["containers"], pod_of_one["containers"]
+    container["resources"], container["args"] = of_one["resources"], of_one["args"]
+    count = '[ "$GPUS" != auto ] || GPUS=$(nvidia-smi --list-gpus | wc -l)\n'
+    script = container["command"][2]
+    container["command"][2] = script.replace(count, "")
+    del pod_of_one["affinity"], of_one["volumeMounts"][0], pod_of_one["volumes"][0]
+    assert own == other
+
+    (tmp_path / "trainer").write_text('#!/bin/sh\necho "$RANK of $WORLD_SIZE at $MASTER_ADDR: $*"\n')
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nseq 2\n")
+    for name in ("trainer", "nvidia-smi"):
+        (tmp_path / name).chmod(0o755)
+    place = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "auto", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "first"}
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    ended = run(["bash", "-c", script, "trainer", "recipe", "a b"], PATH=path, **place)
+    assert set(ended.stdout.splitlines()) == {f"{rank} of 4 at first: run recipe a b" for rank in (2, 3)}
+
+
 def test_a_shipped_recipe_goes_to_pods_by_its_name(here, capsys):
     text = written(
         "bert_sample",

@@ -70,7 +70,7 @@ Kind = Literal[
     "launcher",  # a `LauncherFeature` (`ranks/environment.py`), with the prefix of its variables
     "elastic",  # an `ElasticLaunch` (`recipe/elastic_launch.py`), by its key
     "tier",  # a `TierFeature` (`checkpoint/registered.py`), by its key
-    "observer",  # an `ObserverBuilder` (`observe/builders.py`), by the key that asks for it
+    "observer",  # an `ObserverBuilder` (`observe/builders.py`), by the key or environment variable that asks for it
     "callbacks",  # the `Callbacks` (`observe/observer.py`) of the objects that `trainer.run` gets
     "logging",  # a `LoggingTarget` (`base/logging_targets.py`), by its word in `logging.to`
     # The trained model
@@ -251,15 +251,13 @@ def _installed(folders: tuple[tuple[str, int], ...]) -> Sequence[EntryPoint]:
     return sorted(entry_points(group=GROUP), key=lambda point: point.name)
 
 
-def needed_elsewhere() -> list[tuple[str, str, str]]:
+def needed_elsewhere() -> Sequence[tuple[str, str, str]]:
     """Return kind, name and module of each registration that another process must repeat.
 
     Raises:
         UsageError: A registration was made in a script or notebook, which another process cannot import.
     """
-    rows: list[tuple[str, str, str]] = [
-        (row.kind, row.name, row.module) for row in registered() if row.module is not None
-    ]
+    rows = [(row.kind, row.name, row.module) for row in registered() if row.module is not None]
     local = [f"{kind} {name!r}" for kind, name, module in rows if module == "__main__"]
     if local:
         raise UsageError(

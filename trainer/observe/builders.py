@@ -12,7 +12,7 @@ from trainer.observe.console import open_console
 from trainer.observe.heartbeat import Heartbeat
 from trainer.observe.metrics_file import MetricsFile
 from trainer.observe.observer import Observer, Observers
-from trainer.ranks.environment import LaunchEnvironment
+from trainer.ranks.environment import LaunchEnvironment, library_settings
 from trainer.recipe.registered import value_at
 from trainer.recipe.schema import Logging, Recipe
 
@@ -29,15 +29,18 @@ class ObserverParts:
 
 
 ObserverBuilder = Callable[[ObserverParts], Observer | None]
-"""A function that returns an observer of a rank, or None, registered under the key of the recipe that asks for it."""
+"""A function that returns an observer of a rank, or None; a key or an environment variable asks for it."""
 
 
 def registered_observers(parts: ObserverParts) -> list[Observer]:
-    """Return the observers of this rank that folders register, without those that the recipe does not ask for."""
-    # Only the modules of those that the recipe asks for are imported.
-    rows = [row for row in registered("observer") if value_at(parts.recipe, row.name) is not None]
-    builders: list[ObserverBuilder] = [resolved(row.value) for row in rows]
-    return [observer for build in builders if (observer := build(parts)) is not None]
+    """Return the observers of this rank that folders register, without those that nothing asks for."""
+    built = []
+    for row in registered("observer"):
+        # Only the modules of those that a key or an environment variable asks for are imported.
+        if value_at(parts.recipe, row.name) is not None or any(library_settings(row.name, defaults={})):
+            build: ObserverBuilder = resolved(row.value)
+            built.append(build(parts))
+    return [observer for observer in built if observer is not None]
 
 
 def build_observers(logging: Logging, stream: TextIO) -> Observers:

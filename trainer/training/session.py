@@ -93,9 +93,8 @@ class Session:
         # The observers until now: a note of a callback must not call callbacks again.
         note = Observers(shown).note
         shown += callbacks.observers(environment.rank, note)
-        shown += [] if observer is None else [observer]
         self._outcome = Outcome()
-        shown.append(self._outcome)
+        shown += [self._outcome] if observer is None else [observer, self._outcome]
         self._heartbeat = Heartbeat(self.folder, environment.rank, environment.local_rank)
         parts = ObserverParts(recipe, environment, self._heartbeat, note, partial(self._end, ExitCode.FAILED))
         # Those of features are closed first: the end of the others is no sign of progress for a watchdog.
