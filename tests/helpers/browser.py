@@ -24,8 +24,8 @@ _END = """<script>addEventListener("drawn", () => { {script}
   performance.getEntriesByType("resource").map(one => one.name).join(" "); });</script>"""
 
 
-CURVE = re.compile(r'<g class="lines"[^>]*><path class="js-line"[^>]* d="M')
-"""A drawn curve, not that of a legend."""
+CURVE = re.compile(r'<g class="lines"[^>]*><path d="M')
+"""A drawn curve."""
 
 
 @dataclass(frozen=True)

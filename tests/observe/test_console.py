@@ -13,14 +13,9 @@ GOLDEN = """\
 small
   ranks       2 ranks on cpu, started by trainer
   layout      dp_replicate 2, ddp, fp32
-  parameters  split         1,234,567 in  12 tensors,   1.0 MiB a rank
-              replicated  109,483,778 in 201 tensors, 417.6 MiB a rank
-              frozen                0 in   0 tensors,       0 B a rank
-  state       parameters 418.6 MiB, gradients 418.6 MiB, optimizer 837.3 MiB a
-              rank
+  parameters  1,234,567 split, 109,483,778 replicated; 1.6 GiB of state a rank
   batch       32 rows a step = 2 ranks x 2 microbatches of at most 8
-  data        3,668 training rows, 408 validation rows; majority class
-              "equivalent": 0.6838
+  data        3,668 training rows, 408 validation rows
   steps       345, 115 per epoch
   folder      runs/small
 

@@ -87,13 +87,16 @@ def test_summaries_fit_eighty_columns_except_copied_texts():
     )
     command = "torchrun --nnodes 16 --nproc-per-node 8 -m trainer run " + "x" * 80
     end = end_record(folder, outcome="stopped", exit_code=75, resume_command=command)
-    long = [line for line in [*start_summary(run), *end_summary(end, run)] if len(line) > 80]
-    assert all(str(folder) in line or "resume " in line for line in long)
+    started, ended = start_summary(run), end_summary(end, run)
+    assert len(started) == 8
+    long = [line for line in [*started, *ended] if len(line) > 80]
+    assert all(str(folder) in line or "resume " in line or line.startswith("  batch ") for line in long)
     assert f"  resume      {end.resume_command}" in long
 
 
 def test_a_label_cannot_write_to_the_terminal():
-    lines = start_summary(run_info(Path("runs/small"), majority=MajorityClass("\x1b[2Jgone\n", 0.5)))
+    lines = start_summary(run_info(Path("runs/small"), positive="\x1b[2Jgone\n"))
+    assert len(lines) == 8
     assert all(line.isprintable() for line in lines)
 
 

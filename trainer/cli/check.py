@@ -46,7 +46,7 @@ def check(
     """Check a recipe, its data and its model; show the keys of its file and the numbers that follow from them.
 
     Data and model are checked if they are on this machine, also in the hub's cache: the first rows of each split, the
-    tokenizer, the names and sizes of the weights, and the contents of each pipeline stage. The last lines name the
+    tokenizer, the names and sizes of the weights, and the contents of each pipeline stage. The last line names the
     parts that are not. It needs no GPU and no network.
     """
     from trainer.recipe.local_parts import LocalParts
@@ -74,7 +74,7 @@ def check(
         _print_plan(plan, checked.model.stages if checked else None, everything)
         if checked is not None:
             _print_checked(plan, checked)
-        for part in unchecked:
+        for part in unchecked or ("memory and time of a step: `trainer plan` computes them",):
             say(f"unchecked {part}")
     if error is not None:
         raise typer.Exit(error.exit_code)

@@ -15,7 +15,7 @@ from trainer.cli.options import JsonOption, OverridesArgument, RecipeArgument, c
 def preview(
     recipe: RecipeArgument,
     overrides: OverridesArgument = None,
-    rows: Annotated[int, count("Rows to show.")] = 3,
+    rows: Annotated[int | None, count("Rows to show whole; default: 3 or fewer, shortened.")] = None,
     split: Annotated[Literal["training", "validation"], typer.Option(help="The split of the rows.")] = "training",
     processes: Annotated[int, count("Ranks of the layout; none is started.")] = 1,
     rank: Annotated[int, typer.Option(min=0, metavar="R", help="Data-parallel rank of the microbatch.")] = 0,
@@ -35,14 +35,14 @@ def preview(
         from trainer.base.drawn import SafeConsole
         from trainer.tools.preview import preview_lines, preview_recipe, write_preview
 
-    found = preview_recipe(plan, rows, split, rank)
+    found = preview_recipe(plan, rows or 3, split, rank)
     if output is not None:
         write_preview(found, output)
     if as_json:
         print_json(asdict(found))
     else:
         console = SafeConsole()
-        for line in preview_lines(found):
+        for line in preview_lines(found, brief=rows is None):
             console.print(line, soft_wrap=True)
         if output is not None:
             say(f"wrote     {output}")

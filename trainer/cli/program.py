@@ -70,7 +70,8 @@ def command(verbs: Sequence[str] = _VERBS) -> Any:
         function = getattr(module, verb)
         # An unknown option counts as an override, so that the error for `--learning_rate 2e-5` names the key to write.
         settings = {"ignore_unknown_options": "overrides" in signature(function).parameters}
-        app.command(context_settings=settings)(function)
+        summary = re.split(r"(?:[;:.] |[.]$)", " ".join((function.__doc__ or "").split()), maxsplit=1)[0]
+        app.command(context_settings=settings, short_help=f"{summary}.")(function)  # without it, click cuts sentences
     return typer.main.get_command(app)
 
 

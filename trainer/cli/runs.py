@@ -17,7 +17,7 @@ def runs(
     folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="The folder above the runs.")] = Path("runs"),
     as_json: Annotated[bool, flag("Print one JSON object for each run.", "--json")] = False,
 ) -> None:
-    """List the runs in a folder: state, step, best evaluation, time and size on disk."""
+    """List the runs in a folder: state, step, last checkpoint, best evaluation, time and size on disk."""
     from trainer.tools.report.listing import find_runs, listing
 
     found = find_runs(folder)

@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from trainer.base.errors import ExitCode
-from trainer.base.text import aligned, listed
-from trainer.observe.records import EndRecord, EvaluationRecord, ParameterGroup, RunInfo, StepRecord
+from trainer.base.text import aligned
+from trainer.observe.records import EndRecord, EvaluationRecord, RunInfo, StepRecord
 
 _LABEL_WIDTH = 12
-_CLASSES_SHOWN = 20
 _BARS = "▁▂▃▄▅▆▇█"
 _CURVE_BARS = 30
 TEXT_WIDTH = 80  # of summaries: the width of a classic terminal, which a README shows without a scroll bar
@@ -63,65 +62,45 @@ def _row(label: str, text: str) -> list[str]:
     )
 
 
-def _parameter_rows(groups: tuple[ParameterGroup, ...]) -> list[str]:
-    cells = [
-        (group.placement, f"{group.num_parameters:,}", f"{group.num_tensors:,}", format_bytes(group.bytes_per_rank))
-        for group in groups
-    ]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        f"{kind:<{widths[0]}}  {parameters:>{widths[1]}} in {tensors:>{widths[2]}} tensors, {size:>{widths[3]}} a rank"
-        for kind, parameters, tensors, size in cells
-    ]
-    labels = ["parameters"] + [""] * len(lines)
-    return [f"  {label:<{_LABEL_WIDTH}}{line}" for label, line in zip(labels, lines, strict=False)]
+def _parameters_text(run: RunInfo) -> str:
+    """Return the numbers of parameters by placement, and the bytes that a rank holds of them and of their state."""
+    held = [f"{group.num_parameters:,} {group.placement}" for group in run.parameters if group.num_parameters]
+    return f"{', '.join(held)}; {format_bytes(sum(asdict(run.state_bytes).values()))} of state a rank"
 
 
 def _data_text(run: RunInfo) -> str:
     text = f"{run.num_train_rows:,} training {run.unit}"
     if run.num_validation_rows is not None:
         text += f", {run.num_validation_rows:,} validation {run.unit}"
-    if run.majority is not None:
-        # Labels come from the data; JSON escapes their control characters, which must not reach the terminal.
-        label = json.dumps(run.majority.label, ensure_ascii=False)
-        text += f"; majority class {label}: {format_decimal(run.majority.share)}"
-    return text
-
-
-def _classes_text(run: RunInfo) -> str:
-    shown = [f"{json.dumps(name, ensure_ascii=False)} {count:,}" for name, count in run.classes]
-    text = listed(shown, _CLASSES_SHOWN)
+    if run.classes:
+        text += f", {len(run.classes)} classes"
     if run.positive is not None:
+        # Labels come from the data; JSON escapes their control characters, which must not reach the terminal.
         text += f"; f1 counts {json.dumps(run.positive, ensure_ascii=False)} as positive"
     return text
 
 
 def start_summary(run: RunInfo) -> list[str]:
-    """Return the lines on the model, data, layout and devices of a run that starts."""
+    """Return the eight lines on the model, data, layout and devices of a run that starts; `metrics.jsonl` has more."""
     ranks = "1 rank" if run.world_size == 1 else f"{run.world_size} ranks"
     launcher = {"none": "", "variables": ", given by environment variables"}.get(
         run.launcher, f", started by {run.launcher}"
     )
     weights = run.recipe.get("weights", "fp32")
     weights = "" if weights == "fp32" else f", weights {weights}"
-    state = ", ".join(f"{name} {format_bytes(size)}" for name, size in asdict(run.state_bytes).items())
     steps = f"{run.total_steps:,}, {run.steps_per_epoch:,} per epoch"
     if run.resumed_from is not None:
         steps += f"; resuming after step {run.resumed_from:,}"
-    return [
-        run.name,
-        *_row("ranks", f"{ranks} on {run.device}{launcher}"),
-        *_row("layout", f"{run.layout}, {run.strategy}, {run.precision}{weights}"),
-        *_parameter_rows(run.parameters),
-        *(f"  {'' if index else 'groups':<{_LABEL_WIDTH}}{line}" for index, line in enumerate(aligned(run.groups))),
-        *_row("state", f"{state} a rank"),
-        *[line for index, text in enumerate(run.stages) for line in _row("" if index else "pipeline", text)],
-        *_row("batch", run.batch),
-        *_row("data", _data_text(run)),
-        *(_row("classes", _classes_text(run)) if run.classes else []),
-        *_row("steps", steps),
-        *_row("folder", str(run.folder)),
-    ]
+    rows = {
+        "ranks": f"{ranks} on {run.device}{launcher}",
+        "layout": f"{run.layout}, {run.strategy}, {run.precision}{weights}",
+        "parameters": _parameters_text(run),
+        "batch": run.batch,
+        "data": _data_text(run),
+        "steps": steps,
+        "folder": str(run.folder),
+    }
+    return [run.name, *(f"  {label:<{_LABEL_WIDTH}}{text}" for label, text in rows.items())]
 
 
 def step_fields(record: StepRecord, seconds_left: float | None) -> list[tuple[str, str]]:
@@ -189,11 +168,15 @@ def _best_text(record: EndRecord, run: RunInfo | None) -> str:
 def _curve_text(name: str, evaluations: Sequence[EvaluationRecord]) -> str:
     """Return the newest value of a metric, and a bar for each of its last evaluations, from lowest to highest."""
     values = [record.metrics[name] for record in evaluations][-_CURVE_BARS:]
-    finite = [value for value in values if math.isfinite(value)]
-    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    low = min(filter(math.isfinite, values), default=0.0)
+    return f"{name} {format_decimal(values[-1])} at step {evaluations[-1].step}  {bar_text(values, low)}"
+
+
+def bar_text(values: Sequence[float], low: float = 0.0) -> str:
+    """Return a bar for each value, from `low` to the highest one."""
+    high = max(filter(math.isfinite, values), default=low)
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    bars = "".join(_BARS[round((value - low) * scale)] if math.isfinite(value) else "?" for value in values)
-    return f"{name} {format_decimal(values[-1])} at step {evaluations[-1].step}  {bars}"
+    return "".join(_BARS[round((value - low) * scale)] if math.isfinite(value) else "?" for value in values)
 
 
 def end_summary(record: EndRecord, run: RunInfo | None, evaluations: Sequence[EvaluationRecord] = ()) -> list[str]:

@@ -18,13 +18,14 @@ from rich.text import Text
 from torch import nn
 
 from trainer.base.errors import UsageError
-from trainer.base.text import aligned, for_terminal, one_line
+from trainer.base.text import aligned, for_terminal, listed, one_line
 from trainer.data.collate import collate
 from trainer.data.split import EncodedSplit
 from trainer.engine.products import rounded_by_autocast
 from trainer.models.describe import ModelDescription
 from trainer.models.registered_forms import form_of
-from trainer.observe.preview_records import Piece, Preview, ShownRow
+from trainer.observe.preview_records import Piece, Preview, ShownClass, ShownRow
+from trainer.observe.summary import bar_text
 from trainer.parallel.stored_in_parts import sizes_of_parts
 from trainer.recipe.plan import RunPlan
 from trainer.recipe.registered import asked_for
@@ -41,6 +42,9 @@ _MOST_ROWS = 20_000  # of each split; more would be encoded for minutes
 _MOST_UNCUT = 1_000  # rows that are encoded without a maximum length
 _NO_LIMIT = 10**6  # tokens
 _STYLES = {"trained": "green", "masked": "magenta", "input": "", "padding": "dim", "cut": "red"}
+_MOST_LINES = 25
+_KEPT = 200  # characters at either end of a text that is shortened
+_CLASSES_SHOWN = 20
 _LATER_LINE = "\n  | "
 """The start of each later line of a text, which could look like one of the program."""
 _SIGNS = {"trained": ("[", "]"), "masked": ("<", ">"), "input": ("", ""), "padding": ("(", ")"), "cut": ("{cut: ", "}")}
@@ -173,34 +177,75 @@ def _numbers(plan: RunPlan, model: nn.Module, narrow: str) -> Counter[tuple[bool
     return counted
 
 
-def preview_lines(preview: Preview) -> Iterator[Text]:
-    """Yield the lines of a terminal: marks have colours, and signs where there are none."""
+def preview_lines(preview: Preview, brief: bool = False) -> Iterator[Text]:
+    """Yield the lines of a terminal: marks have colours, and signs where there are none.
+
+    Args:
+        brief: whether to yield at most 25 lines, with long texts shortened and fewer rows if they have several texts.
+    """
     signs = ", ".join(f"{before}{mark}{after}" for mark, (before, after) in _SIGNS.items() if before and mark != "cut")
     yield Text(f"{preview.name}: {preview.task}; tokens are {signs}, and {{cut: ...}}; the others are read only")
-    for title, rows in (("the first microbatch of step 1", preview.step), ("rows of the split", preview.rows)):
-        if rows:
-            yield Text(f"\n{title}", style="bold")
-        for row in rows:
-            yield from _row_lines(row)
-    values = asdict(preview)
-    header, table = split_table(values["splits"])
-    yield Text("\n" + "\n".join(aligned([header, *table])))
+    below = list(_tables(preview))
+    parts = [("the first microbatch of step 1", preview.step), ("rows of the split", preview.rows)]
+    parts = [(title, rows) for title, rows in parts if rows]
+    left = _MOST_LINES - 3 - len(below) - 2 * len(parts)  # also a line on texts left out, and an empty one
+    texts = shown = shortened = 0
+    for number, (title, rows) in enumerate(parts, start=1):
+        yield Text(f"\n{title}", style="bold")
+        share = max(2, left // (len(parts) - number + 1))
+        lines = [_row_lines(row, brief) for row in rows]
+        texts += sum(map(len, lines))
+        for one in _fitting(lines, share) if brief else [line for row in lines for line in row]:
+            short = _shortened(one) if brief else one
+            shown, left, shortened = shown + 1, left - 1, shortened + (short is not one)
+            yield short
+    if shown < texts or shortened:
+        yield Text(f"{texts - shown} texts are left out, and {shortened} shortened: --rows N shows N rows whole", "dim")
+    yield Text("")
+    yield from below
+
+
+def _fitting(rows: Sequence[Sequence[Text]], most: int) -> list[Text]:
+    """Return the lines of the first rows that have at most so many; of a longer first row, its first lines."""
+    fitting = list(rows[0][:most])
+    for row in rows[1:]:
+        if len(fitting) + len(row) > most:
+            break
+        fitting += row
+    return fitting
+
+
+def _tables(preview: Preview) -> Iterator[Text]:
+    """Yield the lines on splits, lengths, classes, parameters, and the notes."""
+    header, table = split_table(asdict(preview)["splits"])
+    yield from map(Text, aligned([header, *table]))
     for split in preview.splits:
         for name, histogram in (("", split.histogram), (" without max_length", split.uncut)):
-            most = max((count for _, count in histogram), default=0)
-            if most:
-                yield Text(f"\nlengths of {split.name} rows{name}")
-            for edge, count in histogram:
-                yield Text(f"  up to {edge:>6,}  {count:>9,}  {'#' * round(40 * count / most)}")
+            if any(count for _, count in histogram):
+                counts = [count for _, count in histogram]
+                edges, top = [0, *(edge for edge, _ in histogram)], counts.index(max(counts))
+                often = f"{edges[top] + 1:,} to {edges[top + 1]:,}"
+                yield Text(f"lengths of {split.name} rows{name}: {bar_text(counts)}  to {edges[-1]:,}, often {often}")
     if preview.classes:
-        classes = [(one.name, f"{one.rows:,}", f"{one.weight:.4g}") for one in preview.classes]
-        yield Text("\n" + "\n".join(aligned([("class", "training rows", "weight"), *classes])))
-    yield Text("\n" + "\n".join(aligned(preview.kinds)))
+        shown = [f"{one.name} {one.rows:,}{_weight_text(one)}" for one in preview.classes]
+        yield Text(one_line(f"classes   {listed(shown, _CLASSES_SHOWN)}"))
+    yield from map(Text, aligned(preview.kinds))
     for note in preview.notes:
         yield Text(one_line(f"note      {note}"))
 
 
-def _row_lines(row: ShownRow) -> Iterator[Text]:
+def _weight_text(one: ShownClass) -> str:
+    return "" if one.weight == 1 else f" (weight {one.weight:.4g})"
+
+
+def _shortened(line: Text) -> Text:
+    """Return a line, if it is long without its middle."""
+    return line if len(line) <= 2 * _KEPT else Text.assemble(line[:_KEPT], (" ... ", "dim"), line[-_KEPT:])
+
+
+def _row_lines(row: ShownRow, brief: bool) -> list[Text]:
+    """Return a line for each text of a row; its own line breaks are escaped if it must be brief."""
+    lines, later = [], "\\n" if brief else _LATER_LINE
     label = f"  label {one_line(row.label)}" if row.label else ""
     label += f"  {row.window}" if row.window else ""
     for number, text in enumerate(row.texts):
@@ -213,11 +258,10 @@ def _row_lines(row: ShownRow) -> Iterator[Text]:
             space = " " if piece.text.startswith(" ") or piece.mark in ("padding", "cut") else ""
             note = f":{piece.note}" if piece.note and not piece.note.startswith("document") else ""
             line.append(space)
-            shown = for_terminal(piece.text.removeprefix(" ")).replace(
-                "\n", _LATER_LINE
-            )  # rich would drop some characters
+            shown = for_terminal(piece.text.removeprefix(" ")).replace("\n", later)  # rich would drop some characters
             line.append(f"{before}{shown}{note}{after}", style=_STYLES[piece.mark])
-        yield line
+        lines.append(line)
+    return lines
 
 
 def write_preview(preview: Preview, path: Path) -> None:

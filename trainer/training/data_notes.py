@@ -36,8 +36,9 @@ def encoding_notes(splits: SplitsByName, max_length: int, unit: str, cut_targets
         if split.unknown_tokens is not None:
             number, tokens = split.unknown_tokens
             share = number / max(tokens, 1)
-            unknown.append(f"unknown to the tokenizer: {share:.2%} of {tokens:,} {name} tokens")
-    return [*cut, *targets, *blank, *unknown]
+            unknown.append(f"{share:.2%} of {tokens:,} {name} tokens")
+    joined = [f"unknown to the tokenizer: {', '.join(unknown)}"] if unknown else []
+    return [*cut, *targets, *blank, *joined]
 
 
 def row_unit(recipe: Recipe, task: Task, splits: SplitsByName, source_rows: Mapping[str, int]) -> str:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import click
 
 from trainer import __version__
@@ -13,7 +15,7 @@ FOUND = [
 
 
 def test_lines():
-    assert click.unstyle("\n".join(lines(FOUND, 90))).splitlines() == [
+    assert click.unstyle("\n".join(lines(FOUND, 90, verbose=True))).splitlines() == [
         "system",
         "  ok       cores          2 of 2",
         "  warning  shared memory  64 MiB",
@@ -25,6 +27,16 @@ def test_lines():
         "",
         "1 problem, 1 warning",
     ]
+
+
+def test_a_long_value_is_whole_if_it_is_no_success_or_on_request():
+    long = replace(FOUND[0], value=", ".join(f"package {number}" for number in range(30)))
+    short = click.unstyle("\n".join(lines([long] * 11, 80))).splitlines()
+    assert len(short) == 13
+    assert all(len(line) <= 80 and line.endswith(" ...") for line in short[:11])
+    assert short[-1] == "no problems, no warnings; --verbose shows whole values"
+    for whole in (lines([long], 80, verbose=True), lines([replace(long, status="problem")], 80)):
+        assert "package 29" in "".join(whole)
 
 
 def test_an_empty_list_of_remedies_is_reported():

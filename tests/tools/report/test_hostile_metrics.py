@@ -14,7 +14,7 @@ from tests.observe.samples import end_record, run_info, step_record
 from trainer.base.errors import UsageError
 from trainer.observe.metrics_file import METRICS_FILE_NAME, MetricsFile
 from trainer.observe.records import BadStepRecord, EvaluationRecord, Idling
-from trainer.tools.report import page, report
+from trainer.tools.report import report
 from trainer.tools.report.listing import find_runs, listing
 from trainer.tools.report.plain import plain_lines
 from trainer.tools.report.report import page_of, read_runs
@@ -68,7 +68,6 @@ def shown(folder: Path) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("line", range(7))
 def test_no_value_becomes_code_or_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: int):
-    monkeypatch.setattr(page, "_library", lambda: "")
     lines = write(tmp_path / "run")
     assert len(lines) == 7
     others, choice = [json.dumps(one) for one in lines], random.Random(line)
@@ -92,7 +91,6 @@ def test_no_value_becomes_code_or_a_traceback(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_long_file_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(page, "_library", lambda: "")
     file = MetricsFile()
     file.start(run_info(tmp_path))
     for step in range(1, 1001):

@@ -81,5 +81,5 @@ def meant(name: str) -> str:
     beside = [without_ending(name) + ending for ending in recipe_endings()]
     if existing := [file for file in beside if os.path.isfile(os.path.expanduser(file))]:
         return f"did you mean {existing[0]}?"
-    near = get_close_matches(without_ending(Path(name).name), shipped, n=1)
-    return f"did you mean {near[0]}? `trainer recipes` lists all" if near else f"they are {', '.join(shipped)}"
+    near = get_close_matches(without_ending(Path(name).name), shipped, n=3, cutoff=0.0)
+    return f"the nearest are {', '.join(near)}; `trainer recipes` lists all {len(shipped)}"

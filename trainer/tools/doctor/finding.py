@@ -59,25 +59,33 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes / GIB:,.1f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:,.0f} MiB"
 
 
-def lines(results: Sequence[Result], width: int) -> Iterator[str]:
-    """Yield a line for each finding under the name of its group, its remedy below, and a summary at the end.
+def lines(results: Sequence[Result], width: int, verbose: bool = False) -> Iterator[str]:
+    """Yield a line for each finding, its remedy below, and a summary at the end.
 
     The lines have styles; the texts in them are escaped.
+
+    Args:
+        verbose: whether to show the groups, and values of more than a line where all is well.
     """
     of_status, of_name = max(map(len, _COLOURS)), max(len(result.name) for result in results)
     indent = " " * (of_status + of_name + 6)
-    group = None
+    group, is_cut = None, False
     for result in results:
-        if result.group != group:
+        if verbose and result.group != group:
             group = result.group
             yield typer.style(group, bold=True)
         head = f"  {typer.style(f'{result.status:<{of_status}}', fg=_COLOURS[result.status])}  {result.name:<{of_name}}"
-        for index, part in enumerate(_wrapped(result.value, width - len(indent))):
+        parts = _wrapped(result.value, width - len(indent))
+        if result.status == "ok" and not verbose and len(parts) > 1:
+            parts, is_cut = _wrapped(result.value, width - len(indent) - 4)[:1], True
+            parts[0] += " ..."
+        for index, part in enumerate(parts):
             yield f"{indent if index else head + '  '}{part}"
         for index, part in enumerate(_wrapped(result.remedy or "", width - len(indent) - 3)):
             yield f"{indent}{'   ' if index else '-> '}{part}"
     counts = [(_count(results, status), status) for status in ("problem", "warning")]
-    yield "\n" + ", ".join(f"{number or 'no'} {word}{'s' * (number != 1)}" for number, word in counts)
+    summary = ", ".join(f"{number or 'no'} {word}{'s' * (number != 1)}" for number, word in counts)
+    yield f"\n{summary}{'; --verbose shows whole values' if is_cut else ''}"
 
 
 def as_object(results: Sequence[Result]) -> dict[str, Any]:

@@ -9,12 +9,13 @@ from pathlib import Path
 
 from trainer.base.errors import UsageError
 from trainer.base.text import aligned
+from trainer.checkpoint.store import CheckpointStore
 from trainer.observe.metrics_file import METRICS_FILE_NAME
 from trainer.observe.summary import format_bytes, format_seconds
 from trainer.tools.report.report import best_text, read_run, seconds_of
 
 _DEPTH = 2
-_HEADER = ("run", "state", "step", "best", "time", "size")
+_HEADER = ("run", "state", "step", "checkpoint", "best", "time", "size")
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Listed:
     message: str | None  # the reason of the state; None if it needs none
     step: int  # the last step that the run shows
     total_steps: int | None  # the steps of the whole training; None if unknown
+    checkpoint: int | None  # the step of its last complete checkpoint; None without one
     best: str  # the best evaluation as text
     seconds: float  # the time of the logged steps
     num_bytes: int  # the size of all files of the folder
@@ -59,9 +61,10 @@ def _listed(folder: Path) -> Listed:
     try:
         run = read_run(folder)
     except UsageError as error:
-        return Listed(str(folder), "unreadable", str(error), 0, None, "-", 0.0, size)
-    total = run.info.get("total_steps")
-    return Listed(str(folder), run.state, run.message, run.last_step, total, best_text(run), seconds_of(run), size)
+        return Listed(str(folder), "unreadable", str(error), 0, None, None, "-", 0.0, size)
+    total, saved = run.info.get("total_steps"), max(CheckpointStore(folder, keep=1).steps(), default=None)
+    best, seconds = best_text(run), seconds_of(run)
+    return Listed(str(folder), run.state, run.message, run.last_step, total, saved, best, seconds, size)
 
 
 def _size(folder: Path) -> int:
@@ -86,4 +89,5 @@ def listing(runs: Sequence[Listed]) -> Iterator[str]:
 
 def _cells(one: Listed) -> tuple[str, ...]:
     step = f"{one.step} of {'?' if one.total_steps is None else one.total_steps}"
-    return (one.folder, one.state, step, one.best, format_seconds(one.seconds), format_bytes(one.num_bytes))
+    saved = "-" if one.checkpoint is None else str(one.checkpoint)
+    return (one.folder, one.state, step, saved, one.best, format_seconds(one.seconds), format_bytes(one.num_bytes))

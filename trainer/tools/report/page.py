@@ -1,19 +1,16 @@
 """An HTML page without requests: sections of texts, tables and figures.
 
-The figures are Plotly's: hovering, zooming and logarithmic axes need no code of ours. A page opens from a disk because
-the library is part of it: the bundle of Plotly.js for axes, compressed, which the browser unpacks. It is of the version
-in Plotly's Python package. A content security policy forbids every request.
+The figures are those of Plotly's Python package, as data. `figures.js`, a part of the page, draws them as SVG with
+values under the pointer, logarithmic axes and moving averages. A content security policy forbids every request.
 """
 
 from __future__ import annotations
 
 import re
-from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -96,22 +93,11 @@ def render(title: str, sections: Sequence[Section]) -> str:
     """Return a page; texts of all blocks stay texts."""
 
     def drawn(figure: go.Figure) -> str:
-        # Plotly's own bar of buttons has one that uploads the figure to its company, unless it is switched off.
-        config = {"responsive": True, "displaylogo": False, "showSendToCloud": False, "plotlyServerURL": ""}
-        image = {"filename": re.sub(r"\W+", "_", figure.layout.meta["title"]), "scale": 2}
-        config |= {"displayModeBar": "hover", "toImageButtonOptions": image}
         found = figure.to_plotly_json()
-        return str(to_json_plotly({"data": found["data"], "layout": found["layout"], "config": config}))
+        return str(to_json_plotly({"data": found["data"], "layout": found["layout"]}))
 
-    page = _template().render(
-        title=title, sections=sections, plotly=_library(), drawn=drawn, kind=_kind, is_short=is_short
-    )
+    page = _template().render(title=title, sections=sections, drawn=drawn, kind=_kind, is_short=is_short)
     return page.encode(errors="backslashreplace").decode()  # halves of surrogate pairs have no encoding
-
-
-@cache
-def _library() -> str:
-    return b64encode(files(__package__).joinpath("plotly-cartesian.min.js.gz").read_bytes()).decode()
 
 
 @cache

@@ -379,6 +379,7 @@ def _facts(run: Run, title: str) -> Section:
     facts = [
         ("folder", str(run.folder)),
         *((name, str(info.get(key) or MISSING)) for name, key in _KNOWN_FACTS.items()),
+        *_further_facts(info),
         *(("" if number else "pipeline", line) for number, line in enumerate(info.get("stages", ()))),
         ("starts", str(len(run.metrics.runs))),
         ("time of the logged steps", format_seconds(seconds_of(run))),
@@ -395,10 +396,23 @@ def _facts(run: Run, title: str) -> Section:
             for one in groups
         ]
         blocks.append(Table(held, rows, "Parameters"))
+    if table := info.get("groups"):
+        blocks.append(Table(table[0], table[1:], "Groups of parameters"))
     if classes := info.get("classes"):
         blocks.append(Table(("class", "training rows"), [(name, f"{rows:,}") for name, rows in classes], "Classes"))
     blocks.append(Text("Recipe, with all defaults", json.dumps(info.get("recipe", {}), indent=2, ensure_ascii=False)))
     return Section(title, blocks)
+
+
+def _further_facts(info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the facts that some runs have: the state of a rank, the baseline, and the class that `f1` counts."""
+    if sizes := info.get("state_bytes"):
+        shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
+        yield "state of a rank", f"{shown}, by formula"
+    if majority := info.get("majority"):
+        yield "majority class of validation", f"{majority['label']}: {format_decimal(majority['share'])} of the rows"
+    if (positive := info.get("positive")) is not None:
+        yield "class that f1 counts", str(positive)
 
 
 def seconds_of(run: Run) -> float:
