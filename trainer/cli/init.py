@@ -38,6 +38,7 @@ def init(
         ),
     ] = None,
     yes: Annotated[bool, flag("Take all proposals, and ask nothing.", "--yes", "-y")] = False,
+    overwrite: Annotated[bool, flag("Replace a recipe that exists.", "--overwrite")] = False,
 ) -> None:
     """Write a first recipe for a file or a folder of data.
 
@@ -48,13 +49,13 @@ def init(
     from trainer.base.collector import importing
     from trainer.tools.init.draft import InitRequest, recipe_place
 
-    place = recipe_place(source, output)
+    place = recipe_place(source, output, overwrite)
     with importing():
         from trainer.tools.init.proposal import propose, take_default
-    from trainer.tools.writing import write_new
+    from trainer.tools.writing import write_new, write_over
 
     proposal = propose(InitRequest(source, place, tuple(overrides or ()), model, gpus), take_default if yes else _ask)
-    write_new(place, proposal.text, "--output")
+    (write_over if overwrite else write_new)(place, proposal.text, "--output")
     for line in proposal.lines:
         say(line)
     say(f"wrote     {place}")

@@ -91,6 +91,26 @@ def test_flags_become_names_and_numbers_may_have_a_decimal_comma(in_folder):
 
 
 @pytest.mark.parametrize(
+    ("text", "marks", "number"),
+    [
+        ("1,234.5", {"thousands": ","}, 1234.5),
+        ("-12", {"thousands": ","}, -12.0),
+        (" 1\u202f234,5 ", {"thousands": " ", "decimal": ","}, 1234.5),
+        ("1\u2019234", {"thousands": "'"}, 1234.0),
+        ("1,23", {"thousands": ","}, None),
+        ("1234,567", {"thousands": ","}, None),
+    ],
+)
+def test_marks_of_thousands_are_read(text, marks, number):
+    columns = {"n": {"column": "a", "type": "number", **marks}}
+    if number is not None:
+        assert made_of([{"a": text}], columns) == [{"n": number}]
+        return
+    with pytest.raises(DataError, match="between groups of three digits"):
+        made_of([{"a": text}], columns)
+
+
+@pytest.mark.parametrize(
     ("condition", "kept"),
     [
         ("language == en", [0, 2]),
@@ -141,6 +161,11 @@ def test_errors_behind_a_filter_name_the_line_of_the_file(in_folder):
             [],
             "a number with a decimal comma, but is 'one'",
         ),
+        (
+            {"n": {"column": "title", "type": "number", "thousands": ","}},
+            [],
+            "a number with ',' between groups of three digits, but is 'one'",
+        ),
         ({"n": {"flags": ["stars", "title"]}}, [], "row 1 of `rows.jsonl`: column `stars` must be 0 or 1, but is 5"),
         (None, ["language > 3"], "row 1 of `rows.jsonl` is 'en', a text, and is compared with 3, a number"),
         (None, ["stars > 5"], "`data.map.where` must keep a row, but no row of `rows.jsonl` fulfils ['stars > 5']"),
@@ -168,6 +193,14 @@ def test_a_map_that_does_not_fit_is_refused_with_its_row(in_folder, columns, whe
         ('data.map.where=["a in 3"]', "must compare by in with a list"),
         ('data.map={"shape": "alpaca", "columns": {"a": "b"}}', '`data.map.shape` is "alpaca", which stands for'),
         ('data.map.columns={"n": {"column": "a", "decimal": ","}}', "has `decimal`, which applies to `type` number"),
+        (
+            'data.map.columns={"n": {"column": "a", "thousands": ","}}',
+            "has `thousands`, which applies to `type` number",
+        ),
+        (
+            'data.map.columns={"n": {"column": "a", "type": "number", "thousands": "."}}',
+            "has '.' as `decimal` and as `thousands`",
+        ),
         ('data.map.columns={"n": {"flags": ["a", "a"]}}', "`data.map.columns.n.flags` has a column twice"),
         ('data.map.columns={"n": {"colum": "a"}}', "`data.map.columns.n.colum`"),
         ("data.maps=[{}, {}]", "`data.maps` has 2 maps, but `data.train` has entries: 1; give each one map"),

@@ -138,7 +138,12 @@ def test_a_chat_with_a_label_ends_with_its_answer(chatty):
         (
             {"loss": {"type": "kto"}},
             {"prompt": "a", "completion": " read", "label": 3},
-            r"desirable or undesirable, but is 3; correct it, or translate it by `values`",
+            r"no, desirable or undesirable, but is 3; correct it, or set `data.map.columns` to ",
+        ),
+        (
+            {"loss": {"type": "kto"}},
+            {"prompt": "a", "completion": " read", "label": "thumbs up"},
+            r'"label": {"column": "label", "values": {"thumbs up": true, "...": false}}}, with true for desirable',
         ),
         ({"prompt": None}, {"chosen": CHAT[:2], "rejected": CHAT[1:2]}, "must start with the same message"),
         ({"prompt": None}, {"chosen": CHAT[:2], "rejected": CHAT[:2]}, "must continue in different ways"),

@@ -126,6 +126,6 @@ def test_a_hub_that_keeps_silent_is_not_waited_for(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("name", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
 def test_offline_mode_makes_no_request(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(network, "_head", None)
+    monkeypatch.setattr(network, "answer_of", None)
     status, value = answers(network.hub, machine(**{name: "1"}))
     assert (status, value.split(";")[0]) == ("ok", f"not checked: {name} is set")

@@ -52,7 +52,9 @@ def test_a_csv_becomes_a_recipe_that_trains(capsys: pytest.CaptureFixture[str]) 
     assert Path("runs/my/model/config.json").is_file()
     assert json.loads(Path("runs/my/model/config.json").read_text())["label2id"] == {"good": 0, "no": 1}
     assert main(["init", "my.csv", "--yes"]) == ExitCode.USER
-    assert "my.yaml exists" in capsys.readouterr().err
+    assert "my.yaml exists; add --overwrite" in capsys.readouterr().err
+    assert main(["init", "my.csv", "--yes", "--overwrite", "name=another"]) == ExitCode.DONE
+    assert load_recipe("my.yaml").recipe.name == "another"
 
 
 def test_keys_and_options_of_the_user_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,7 +112,14 @@ def test_at_most_five_questions_are_asked(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.csv", b"\xff\xfe\x00\x81", "must hold text in the encoding utf-8"),
+        ("a.csv", b"caf\x81\x8d,b\n1,2\n", "must hold text in the encoding utf-8"),
+        (
+            "a.csv",
+            b"text,label\n" + b"one,p\ntwo,p\n" * 9,
+            '`label` is "p" in all rows; correct it, name',
+        ),
+        ("a.csv", b"text,label\n" + b"one,\ntwo,\n" * 9, "`label` is empty in all rows"),
+        ("a.jsonl", b'{"a": {"text": "b"}, "label": "c"}\n' * 9, "a (object), label (text, 1 distinct)"),
         ("a.csv", b"", "must hold at least one row"),
         ("a.csv", b"text,label\n", "must hold at least one row"),
         ("a.txt", b"x\n", "`a.txt` must end with one of .json"),
@@ -149,12 +158,14 @@ def test_columns_of_flags_and_decimal_commas_train(capsys: pytest.CaptureFixture
 
 
 def test_problems_of_rows_come_with_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [f"text {row},{'' if row == 3 else row % 2}" for row in range(30)]
-    Path("my.csv").write_text("\n".join(["text,label", *rows]), encoding="utf-8")
-    assert main(["init", "my.csv", "--yes"]) == ExitCode.USER
+    rows = [f"text {row},{row % 2}" for row in range(30)]
+    Path("my_train.csv").write_text("\n".join(["text,label", *rows]), encoding="utf-8")
+    Path("my_dev.csv").write_text("\n".join(["text,label", *rows[:3], "text 3,", *rows[4:]]), encoding="utf-8")
+    assert main(["init", "my_train.csv", "--yes", "-o", "my.yaml"]) == ExitCode.USER
     shown = capsys.readouterr()
     assert shown.out.endswith("wrote     my.yaml\n")
-    assert "(line 5) of the training rows of `" in shown.err
+    assert "(line 5) of `" in shown.err
+    write_csv()
     assert main(["init", "my.csv", "--yes", "-o", "x.yaml", "data.delimiter=';;'"]) == ExitCode.USER
     assert "`data.delimiter` must be" in capsys.readouterr().err
     assert main(["init", "my.csv", "-o", "x.json", "--yes"]) == ExitCode.USER

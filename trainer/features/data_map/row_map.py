@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -16,7 +15,7 @@ from trainer.base.text import blanks_hint, listed, number_in
 from trainer.data.formats.base import CellKind, json_chats
 from trainer.features.data_map.section import ChatKeys, DataMap, FlagColumns, MadeMessage, MappedColumn, is_template
 from trainer.features.data_map.shapes import SYSTEM, Mapped, columns_of_shape
-from trainer.features.data_map.texts import Comparison, Template, text_of
+from trainer.features.data_map.texts import Comparison, Marks, Template, text_of
 
 Columns: TypeAlias = Mapping[str, Sequence[Any]]
 """A batch of rows, by column."""
@@ -26,7 +25,6 @@ _UNUSABLE = (ValueError, OverflowError, RecursionError)
 
 _LARGEST_INTEGER = (1 << 63) - 1
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-_WITH_COMMA = re.compile(r"\s*[+-]?([0-9]{1,3}(\.[0-9]{3})+|[0-9]+)(,[0-9]+)?\s*")
 _MOST = 10  # columns and values in a message
 
 
@@ -251,7 +249,10 @@ def _maker(mapped: Mapped) -> _Maker:
         return _Maker((source,), _values(kind), lambda row: _looked_up(row[source], table, source))
     if mapped.type is None:
         return _Maker((source,), lambda features: features[source])
-    kind, cast = _CASTS[mapped.type] if mapped.decimal == "." else ("float64", _number_with_comma)
+    kind, cast = _CASTS[mapped.type]
+    if (mapped.decimal, mapped.thousands) != (".", None):
+        marks = Marks.of(mapped.decimal, mapped.thousands)
+        return _Maker((source,), _values(kind), lambda row: _cast(row[source], lambda one: _marked(one, marks), source))
     return _Maker((source,), _values(kind), lambda row: _cast(row[source], cast, source))
 
 
@@ -331,13 +332,8 @@ def _number(value: Any) -> float:
     return float(found)
 
 
-def _number_with_comma(value: Any) -> float:
-    """Return the number of a text such as "1.234,5"."""
-    if not isinstance(value, str):
-        return _number(value)
-    if _WITH_COMMA.fullmatch(value) is None:
-        raise ValueError(f"must be a number with a decimal comma, but is {value!r}")
-    return _number(value.replace(".", "").replace(",", "."))
+def _marked(value: Any, marks: Marks) -> float:
+    return _number(marks.plain(value) if isinstance(value, str) else value)
 
 
 def _boolean(value: Any) -> bool:

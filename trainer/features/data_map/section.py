@@ -48,18 +48,20 @@ class MappedColumn(Section):
     values: Annotated[dict[str, str | int | float | bool], Field(min_length=1)] | None = None
     """New value for each value, such as {"1": "bad", "5": "good"}; others are refused."""
     decimal: Literal[".", ","] = "."
-    """Decimal mark of numbers in texts, for `type` number. With a comma, points between groups of three digits are left
-    out."""
+    """Decimal mark of numbers in texts, for `type` number; with a comma, points between groups are left out."""
+    thousands: Literal[",", ".", " ", "'"] | None = None
+    """Mark between groups of three digits, such as 1,234.5, for `type` number; null: none, but see `decimal`."""
     chat: ChatKeys | None = None
     """Read chats with other keys of messages."""
 
     def problem(self) -> str | None:
         """Return the problem of keys that do not combine."""
-        given = [key for key in ("type", "values", "chat") if getattr(self, key) is not None]
-        if len(given) > 1:
+        if len(given := self.changed("type", "values", "chat")) > 1:
             return f"has {' and '.join(f'`{key}`' for key in given)}; set one of them"
-        if self.decimal != "." and self.type != "number":
-            return "has `decimal`, which applies to `type` number; set that too"
+        if self.type != "number" and (marks := self.changed("decimal", "thousands")):
+            return f"has `{marks[0]}`, which applies to `type` number; set that too"
+        if self.thousands == self.decimal:
+            return f"has {self.decimal!r} as `decimal` and as `thousands`; give one of them another mark"
         kinds = {type(value) for value in (self.values or {}).values()}
         return "has `values` of several types; use one type" if len(kinds) > 1 else None
 
@@ -84,9 +86,8 @@ class DataMap(Section):
     `system` and `history`; auto: recognised, with a note."""
     columns: Annotated[dict[NameKey, Mapped], Field(min_length=1)] | None = None
     """New columns; others are left out. A value is a column of the source, a template such as
-    "{instruction}[\\n{input}]", a list of messages with templates and of earlier turns, or an object. A part of a
-    template in brackets is left out if one of its columns is null or blank; double brackets and braces are characters.
-    null: the columns of the source."""
+    "{instruction}[\\n{input}]", a list of messages and earlier turns, or an object. A part of a template in brackets is
+    left out if a column in it is null or blank; [[ and {{ are characters. null: the columns of the source."""
     where: list[Name] = Field([])
     """Conditions on rows, such as ["language == en", "score >= 0.5"]. Operators: ==, !=, <, <=, >, >=, in and not in.
     A column in double quotes may have blanks around it. `trainer predict` and `trainer mine` read all rows."""
@@ -133,8 +134,7 @@ class FileMapKeys(FileData):
     """The maps of files of several shapes."""
 
     maps: list[DataMap] | None = None
-    """Map of each entry of `train`, such as [{"shape": "alpaca"}, {}]; `map` is then for validation and prediction.
-    null: `map` is for all."""
+    """Map of each entry of `train`, such as [{"shape": "alpaca"}, {}], and `map` for others; null: `map` is for all."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         number = len(self.train) if isinstance(self.train, list) else 1

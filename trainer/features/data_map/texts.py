@@ -20,6 +20,9 @@ _ORDERS: Mapping[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge
 }  # fmt: skip
 
+_SAME_MARKS = {" ": "[ \u00a0\u202f]", "'": "['\u2019]"}
+"""The characters that programs write for a mark: spaces without a line break, and the apostrophe of typography."""
+
 
 def text_of(value: Any) -> str:
     """Return a scalar as text, as JSON writes it; a text stays as it is.
@@ -37,6 +40,32 @@ def text_of(value: Any) -> str:
 def _shown(value: Any) -> str:
     text = "null" if value is None else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+@dataclass(frozen=True)
+class Marks:
+    """The marks of numbers in texts: of decimals, and between groups of three digits."""
+
+    decimal: str
+    thousands: str
+
+    @classmethod
+    def of(cls, decimal: str, thousands: str | None) -> Marks:
+        """Return the marks of a recipe that sets one of them; beside a decimal comma, points stand between groups."""
+        return cls(decimal, thousands or ".")
+
+    def plain(self, text: str) -> str:
+        """Return a number such as "1.234,5" with a decimal point alone.
+
+        Raises:
+            ValueError: it is no such number.
+        """
+        between = _SAME_MARKS.get(self.thousands, re.escape(self.thousands))
+        form = rf"\s*[+-]?([0-9]{{1,3}}({between}[0-9]{{3}})+|[0-9]+)({re.escape(self.decimal)}[0-9]+)?\s*"
+        if re.fullmatch(form, text) is None:
+            comma = "a decimal comma" if self.decimal == "," else f"{self.thousands!r} between groups of three digits"
+            raise ValueError(f"must be a number with {comma}, but is {text!r}")
+        return re.sub(between, "", text.strip()).replace(self.decimal, ".")
 
 
 @dataclass(frozen=True)

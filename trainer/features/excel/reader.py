@@ -26,6 +26,20 @@ class ExcelReader(Reader):
 
     is_text = False
 
+    def tables(self, path: Path) -> tuple[str, list[str]]:
+        """Return the key of `data` that names a sheet, and the names of the sheets.
+
+        Raises:
+            OSError: the file is damaged.
+        """
+        import pandas
+
+        try:
+            with pandas.ExcelFile(path) as book:
+                return "sheet", list(map(str, book.sheet_names))
+        except (ImportError, ValueError, KeyError, zipfile.BadZipFile) as error:  # `load` names them
+            raise OSError(str(error)) from error
+
     def bound_bytes(self, path: Path) -> float:
         return sum(self.unpacked_bytes(path))
 

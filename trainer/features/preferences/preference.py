@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trainer.base.errors import DataError, UsageError
+from trainer.features.preferences.labels import desirable
 from trainer.features.preferences.losses import Answers, divergence, labelled_losses, pair_losses, rewards
 from trainer.features.preferences.pairs import equal_pairs_notes, require_apart, tokens_of_whole_pair
 from trainer.features.preferences.section import Preference, PreferenceLoss
@@ -38,19 +39,6 @@ from trainer.tasks.types import Dataset, Encoded, EncodedRows, Tokenizer
 _ANSWER, _REFERENCE, DESIRABLE = "answer", "reference", "desirable"
 """Columns beside the inputs of the model: the tokens of answers, if labels cover more; the log-probabilities of the
 reference; and KTO's labels."""
-
-
-_LABELS: Mapping[float | str, int] = {
-    1: 1,
-    0: 0,
-    "true": 1,
-    "false": 0,
-    "1": 1,
-    "0": 0,
-    "desirable": 1,
-    "undesirable": 0,
-}
-"""The labels of kto, as JSON and tables hold them; true and 1.0 are equal to 1."""
 
 
 class _DesirableAnswers(NextTokens):
@@ -207,7 +195,7 @@ class PreferenceTask(TokenLabels):
         }
         paired["cut"] = [any(pair) for pair in paired["cut"]]
         if self.label is not None:
-            paired[DESIRABLE] = _desirable(cells[self.label], self.label, where, first_row)
+            paired[DESIRABLE] = desirable(cells[self.label], self.columns, where, first_row)
         else:
             for row, (texts_of_row, is_cut) in enumerate(zip(paired["input_ids"], paired["cut"], strict=True)):
                 require_apart(texts_of_row, is_cut, max_length, found[2 * row][0])
@@ -371,18 +359,3 @@ def _ended(chat: Any) -> tuple[list[Any], list[Any]]:
     own = takewhile(lambda one: isinstance(one, Mapping) and one.get("role") in ("assistant", "tool"), messages[::-1])
     number = len(messages) - len(list(own))
     return messages[:number], messages[number:]
-
-
-def _desirable(values: Sequence[Any], column: str, where: str, first_row: int) -> list[int]:
-    for place, value in enumerate(values):
-        if not isinstance(value, bool | int | float | str) or _plain(value) not in _LABELS:
-            known = "true, false, 1, 0, desirable or undesirable"
-            raise DataError(
-                f"{cell(column, first_row + place, where)} must be {known}, but is {value!r}; correct it, or translate"
-                f' it by `values` in `data.map.columns`, such as {{"good": true, "bad": false}}'
-            )
-    return [_LABELS[_plain(value)] for value in values]
-
-
-def _plain(value: float | str) -> float | str:
-    return value.strip().lower() if isinstance(value, str) else value

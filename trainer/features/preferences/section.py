@@ -82,7 +82,7 @@ class Preference(GenerativeKeys):
     completion: Name = "completion"
     """kto: the column of the answers."""
     label: Name = "label"
-    """kto: the column of true or false, 1 or 0, or desirable or undesirable."""
+    """kto: the column of true or false, 1 or 0, yes or no, or desirable or undesirable."""
     tools: Name | None = None
     """Column of the tools of a chat, as lists of JSON schemas or their text."""
     metrics: list[Literal["reward_accuracy", "reward_margin", "chosen_logps", "rejected_logps", "kl"]] = Field(

@@ -6,21 +6,26 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainer.features import Columns
+from trainer.features.preferences.labels import are_labels, opposites
 
 _ANSWERS = ("text", "chat")
 _PROMPTS = ("prompt", "instruction", "question", "query", "input")
 _COMPLETIONS = ("completion", "response", "output", "answer")
+_LABELS = ("label", "desirable", "is_desirable", "feedback", "preference", "thumbs", "rating")
 
 
-def of_preferences(columns: Columns) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield sections `task` and the reasons for them."""
+def of_preferences(columns: Columns) -> Iterator[tuple[Any, ...]]:
+    """Yield sections `task`, the reasons for them, and perhaps `data.map.columns`."""
     pair = columns.every(_ANSWERS, "chosen", "rejected")
     prompt = columns.get(_ANSWERS, *_PROMPTS)
     if pair:
         names = {"prompt": prompt and prompt.name, "chosen": pair[0], "rejected": pair[1]}
         yield {"type": "preference", **names}, "a better and a worse answer in each row (DPO)"
         yield {"type": "reward_model", **names}, "a better and a worse answer in each row"
-    completion, label = columns.get(_ANSWERS, *_COMPLETIONS), columns.get(("boolean",), "label", "desirable")
-    if completion and label and (prompt or completion.kind == "chat"):
+    completion, label = columns.get(_ANSWERS, *_COMPLETIONS), columns.get(("boolean", "integer", "text"), *_LABELS)
+    if completion and label and are_labels(label.distinct) and (prompt or completion.kind == "chat"):
         names = {"prompt": prompt and prompt.name, "completion": completion.name, "label": label.name}
-        yield {"type": "preference", "loss": {"type": "kto"}, **names}, "answers that are good or bad (KTO)"
+        found = {"type": "preference", "loss": {"type": "kto"}, **names}, "answers that are good or bad (KTO)"
+        table = opposites(label.distinct)
+        made = {name: name for name in names.values() if name} | {label.name: {"column": label.name, "values": table}}
+        yield found if table is None else (*found, made)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 
 from trainer import __version__
 from trainer.ranks.environment import GLOO_INTERFACE
@@ -59,9 +60,9 @@ def hub(machine: Machine) -> Finding:
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         if machine.environ.get(name, "").upper() in _YES:
             return ok(f"not checked: {name} is set; models and data come from folders or the cache")
-    endpoint = machine.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    endpoint = endpoint_of(machine.environ)
     try:
-        status = _head(endpoint)
+        status = answer_of(endpoint)
     except (OSError, ValueError) as error:
         why = str(getattr(error, "reason", None) or error)
     else:
@@ -74,7 +75,17 @@ def hub(machine: Machine) -> Finding:
     )
 
 
-def _head(endpoint: str) -> int:
+def endpoint_of(environ: Mapping[str, str]) -> str:
+    """Return the address of the hub."""
+    return environ.get("HF_ENDPOINT") or "https://huggingface.co"
+
+
+def answer_of(endpoint: str) -> int:
+    """Return the status with which an address answers.
+
+    Raises:
+        OSError, ValueError: it does not answer in time, or is none.
+    """
     request = urllib.request.Request(endpoint, method="HEAD", headers={"User-Agent": f"trainer/{__version__}"})
     try:
         with urllib.request.urlopen(request, timeout=HUB_SECONDS) as answer:

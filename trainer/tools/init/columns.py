@@ -31,7 +31,8 @@ class Column:
 
     `cells` has all values. `values` has those that are not null, as numbers if `mapped` reads them so. `names` are the
     classes that the data set declares, in order. `mapped` has the keys of `data.map.columns` that read texts or
-    decimals as numbers; None: the column is read as it is.
+    decimals as numbers; None: the column is read as it is. `missing` has blank texts and, in a column of numbers, texts
+    such as "n/a"; `values` has none of them.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Column:
     names: Sequence[str] = ()
     cells: Sequence[Any] = ()
     mapped: Mapping[str, Any] | None = None
+    missing: Sequence[str] = ()
 
     @cached_property
     def distinct(self) -> list[Any]:
@@ -61,6 +63,21 @@ class Column:
         """The words of the name in lower case: `Sentiment (manual)`, `user_id`, `ItemID`."""
         apart = re.sub(r"(?<=[^\W\d_A-Z])(?=[A-Z])", " ", self.name)
         return frozenset(re.findall(r"[^\W\d_]+", apart.casefold()))
+
+    @cached_property
+    def identifies(self) -> bool:
+        """Whether each text is a word of its own with a digit, such as the hexadecimal number of a row."""
+        return (
+            self.kind == "text"
+            and len(self.distinct) == len(self.values) > 1
+            and all(len(text) >= _FEWEST_OF_IDENTIFIER and _IDENTIFIER.fullmatch(text) for text in self.values)
+        )
+
+    @property
+    def may_have_decimals(self) -> bool:
+        """Whether commas that are read as separators of thousands may be decimal ones: 1,137."""
+        is_grouped = self.mapped == {"type": "number", "thousands": ","}
+        return is_grouped and all(_ONE_GROUP.fullmatch(text.strip()) for text in self.cells if isinstance(text, str))
 
     @property
     def is_flag(self) -> bool:
@@ -106,9 +123,12 @@ _NOTATIONS = {
     ADDRESSES: re.compile(r"@\w+|\S+@\S+\.\w+|\w+://\S+|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE),
     LISTS: LITERAL,
 }
-_DECIMAL_COMMA = re.compile(r"[+-]?(\d+|\d{1,3}(\.\d{3})+)(,\d+)?")
-_GROUPS_ALONE = re.compile(r"[+-]?\d{1,3}([,.]\d{3})*")
-"""Numbers in which the comma may separate thousands."""
+_IDENTIFIER, _FEWEST_OF_IDENTIFIER = re.compile(r"(?=.*\d)[\w.:/-]+"), 4
+_ONE_GROUP = re.compile(r"[+-]?[1-9]\d{0,2}(,\d{3})?|0")
+_MISSING = frozenset(("", "n/a", "na", "nan", "null", "none", "-", "--", "?", "missing"))
+"""Texts beside numbers that stand for no number, in small letters."""
+_MARKS = ((",", "."), (".", ","), (".", " "), (",", " "), (".", "'"))
+"""Decimal marks, and marks of thousands."""
 
 
 def columns_of(rows: Any, most: int) -> list[Column]:
@@ -119,9 +139,23 @@ def columns_of(rows: Any, most: int) -> list[Column]:
     for name, feature in rows.features.items():
         declared = tuple(getattr(feature, "names", None) or ())
         cells = read.get(name, ())
-        values, mapped = _numbers([value for value in cells if value is not None])
-        found.append(Column(name, _kind(values) if name in read else "image", values, declared, cells, mapped))
+        values, missing = _given([value for value in cells if value is not None])
+        values, mapped = _numbers(values)
+        if mapped is None:  # beside texts, a word such as "n/a" is a text
+            missing = [text for text in missing if not text.strip()]
+            values = [value for value in cells if value is not None and value not in missing] if missing else values
+        kind = _kind(values) if name in read else "image"
+        found.append(Column(name, kind, values, declared, cells, mapped, missing))
     return found
+
+
+def _given(values: list[Any]) -> tuple[list[Any], list[str]]:
+    """Return values without NaN and texts that may stand for none, and these texts, each once."""
+    types = set(map(type, values))
+    if types != {str}:
+        return ([value for value in values if value == value] if types == {float} else values), []
+    missing = {value for value in set(values) if value.strip().casefold() in _MISSING}
+    return ([value for value in values if value not in missing] if missing else values), sorted(missing)
 
 
 def _numbers(values: list[Any]) -> tuple[list[Any], dict[str, Any] | None]:
@@ -139,17 +173,32 @@ def _numbers(values: list[Any]) -> tuple[list[Any], dict[str, Any] | None]:
 
 def _numbers_of_texts(values: list[str]) -> tuple[list[Any], dict[str, Any] | None]:
     texts = [value.strip() for value in values]
-    if all(map(_DECIMAL_COMMA.fullmatch, texts)):
-        # Points may separate thousands here, so that only a comma beyond those of thousands shows decimals.
-        if any("," in text for text in texts) and not all(map(_GROUPS_ALONE.fullmatch, texts)):
-            numbers = [float(text.replace(".", "").replace(",", ".")) for text in texts]
-            return numbers, {"type": "number", "decimal": ","}
-        return values, None
-    read = list(map(number_in, values))
-    # Whole numbers in texts are names of classes.
-    if None not in read and any(isinstance(number, float) and not number.is_integer() for number in read):
-        return read, {"type": "number"}
+    read = list(map(number_in, texts))
+    if None not in read:
+        # Whole numbers in texts are names of classes.
+        has_decimals = any(isinstance(number, float) and not number.is_integer() for number in read)
+        return (read, {"type": "number"}) if has_decimals else (values, None)
+    for marks in _MARKS:
+        if (found := _marked_numbers(texts, *marks)) is not None:
+            return found
     return values, None
+
+
+def _marked_numbers(texts: list[str], decimal: str, thousands: str) -> tuple[list[Any], dict[str, Any]] | None:
+    """Return numbers with these marks, and the keys of `data.map` that read them; None: a text has another form."""
+    group = re.escape(thousands).replace("\\ ", "[ \u00a0\u202f]").replace("'", "['\u2019]")
+    form = re.compile(rf"[+-]?(\d+|[1-9]\d{{0,2}}({group}\d{{3}})+)({re.escape(decimal)}\d+)?")
+    if not all(map(form.fullmatch, texts)):
+        return None
+    if (decimal, thousands) == (",", "."):
+        # 1,137 has a separator of thousands, if no other value needs a decimal comma.
+        if all(map(_ONE_GROUP.fullmatch, texts)):
+            return None
+        marks = {"decimal": ","}
+    else:
+        marks = {"decimal": ","} if decimal == "," else {}
+        marks["thousands"] = thousands
+    return [float(re.sub(group, "", text).replace(decimal, ".")) for text in texts], {"type": "number", **marks}
 
 
 def _kind(values: Sequence[Any]) -> Kind:

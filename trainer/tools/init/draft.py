@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from trainer.base.errors import UsageError
 from trainer.base.text import dotted_leaves
 from trainer.recipe.reading.files import recipe_endings, recipe_formats
 from trainer.recipe.reading.loading import ResolvedRecipe, resolve
@@ -20,15 +21,18 @@ from trainer.recipe.reading.parser import Node, Origin, parse
 from trainer.tools.writing import recipe_name, recipe_text, require_new_recipe
 
 
-def recipe_place(source: Path, output: Path | None) -> Path:
+def recipe_place(source: Path, output: Path | None, overwrite: bool = False) -> Path:
     """Return the file of the recipe; None: the name of the data, in the current folder.
 
     Raises:
-        UsageError: the file exists, or its ending is not that of a format with comments.
+        UsageError: the file exists and is not to be replaced, or its ending is not that of a format with comments.
     """
     endings = tuple(recipe_formats()) or recipe_endings()
     place = output or Path(recipe_name(source) + endings[0])
-    require_new_recipe(place, "--output", endings)
+    if place.is_file() and not overwrite:
+        raise UsageError(f"{place} exists; add --overwrite to replace it, or name another file by --output")
+    if not place.is_file():
+        require_new_recipe(place, "--output", endings)
     return place
 
 
@@ -91,6 +95,8 @@ class Draft:
         values = self._placed(override_layer(self.request.overrides)[0]).plain()
         order = [key for key in ORDER if key in values]
         values = {key: values[key] for key in dict.fromkeys((*order, *values))}
+        if "type" in values.get("task", {}):  # first, also where the user gives it
+            values["task"] = {"type": values["task"]["type"], **values["task"]}
         return recipe_text(self.request.output, values, self.comments, title)
 
     def _placed(self, layer: Node) -> Node:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from trainer.base.errors import Problems, TrainerError, UsageError
+from trainer.base.errors import TrainerError, UsageError
 from trainer.base.file_formats import file_formats
-from trainer.base.text import size
-from trainer.data.formats.base import CellKind
+from trainer.base.text import listed, size
 from trainer.data.formats.table import format_of
-from trainer.data.sources import load_splits
 from trainer.models.configuration import load_config, max_positions
 from trainer.models.tokenizer import load_tokenizer
 from trainer.recipe.local_parts import LocalParts
@@ -27,15 +26,14 @@ from trainer.recipe.schema.task_keys import Start
 from trainer.tools.check import MOST_ROWS, check_local_parts
 from trainer.tools.init.columns import Column, columns_of
 from trainer.tools.init.draft import Draft, InitRequest
-from trainer.tools.init.shapes import Shape, notes, shapes
-from trainer.tools.init.sources import data_keys, devices_here, folder_name
+from trainer.tools.init.models import SAMPLE, learning_rate, needs_new_head, proposed_model
+from trainer.tools.init.reading import left_out, read
+from trainer.tools.init.shapes import Shape, notes, shapes, unlearnable
+from trainer.tools.init.sources import devices_here, folder_name
 from trainer.tools.plan.hardware import Devices, parse_devices
 from trainer.tools.plan.recipe_plan import halves, plan_recipe
 from trainer.tools.writing import recipe_name
 from trainer.training.run_data import PreparedData
-
-SAMPLE = "sample"
-"""The word for the model of a shipped sample: a small one with random weights, which needs no network."""
 
 _LENGTHS = (16, 32, 64, 128, 256, 512, 1024)
 _COVERED = 0.95
@@ -44,6 +42,7 @@ _BYTES_OF_A_TOKEN = 4  # for a tokenizer on the hub
 _LARGEST_STEP, _FEWEST_STEPS = 32, 8  # rows of a step, and steps of an epoch: few rows get smaller steps
 _HELD_OUT, _FEWEST_TO_HOLD_OUT = 0.1, 10
 _UNKNOWN_BATCH = 8
+_MOST_COLUMNS = 12
 
 
 class Ask(Protocol):
@@ -74,28 +73,28 @@ def propose(request: InitRequest, ask: Ask = take_default) -> Proposal:
     """
     draft = Draft(request)
     draft.put("name", recipe_name(request.source))
-    rows, is_whole, own_notes = _read(draft)
+    rows, is_whole, own_notes = read(draft)
     columns: Sequence[Column] = columns_of(rows, MOST_ROWS)
     shape = _shape(columns, request, ask, own_notes)
     shape, columns = _with_classes(shape, columns, draft)
-    number = f"{len(rows):,}" if is_whole else f"more than {len(rows):,}"
-    lines = [f"data      {number} rows of {', '.join(column.shown for column in columns)}"]
-    repeated = [column.name for column in columns if column.name in column.distinct]
-    if repeated and _has_header(request.source):
-        lines.append(
-            f"note      the first line gives the columns their names, but `{repeated[0]}` is also a value there; if"
-            " that line is a row, add a line of names"
-        )
+    lines = list(_data_lines(draft, columns, len(rows), is_whole))
     lines.append(f"task      {_put_task(draft, shape)}")
+    num_left_out, about_rows = _put_where(draft, *left_out(columns, shape, is_whole))
+    lines += about_rows
     lines.append(f"model     {_put_model(draft, shape.type, ask)}")
-    _put_rows(draft, len(rows))
+    _put_rows(draft, len(rows) - num_left_out)
     devices = parse_devices(request.gpus or ask("device, as `trainer plan --gpus` takes it", devices_here()))
     if devices.machine is not None and devices.machine.runs_kernels:
         draft.put("precision", "bf16", f"{devices.name} computes in it")
     most = _most_tokens(draft)
     longest = [] if most is None else [f"data.max_length={most}"]
     # The check needs a plan before the size of microbatches is known; `_put_batch` finds it after the length.
-    checked = check_local_parts(plan_run(draft.resolved(["training.micro_batch_size=1", *longest]).recipe, 1))
+    early = ["training.micro_batch_size=1", *longest]
+    checked = check_local_parts(plan_run(draft.resolved(early).recipe, 1))
+    if needs_new_head(checked.problems.messages) and "model.new_head" not in request.given:
+        draft.put("model.new_head", True, "the checkpoint has another number of classes")
+        lines.append("head      a new one with random weights, since the checkpoint has another number of classes")
+        checked = check_local_parts(plan_run(draft.resolved(early).recipe, 1))
     if most is not None:
         lines.append(f"length    {_put_length(draft, most, checked.data)}")
     lines.append(f"batch     {_put_batch(draft, devices)}")
@@ -106,6 +105,29 @@ def propose(request: InitRequest, ask: Ask = take_default) -> Proposal:
     return Proposal(draft.text(), tuple(lines), tuple(checked.problems.messages))
 
 
+def _data_lines(draft: Draft, columns: Sequence[Column], number: int, is_whole: bool) -> Iterator[str]:
+    shown = f"{number:,}" if is_whole else f"more than {number:,}"
+    yield f"data      {shown} rows of {listed([column.shown for column in columns], _MOST_COLUMNS)}"
+    for key, value in draft.values["data"].items():
+        if why := draft.comments.get(f"data.{key}"):
+            yield f"read      {key} {value}: {why}"
+    repeated = [column.name for column in columns if column.name in column.distinct]
+    if repeated and _has_header(draft.request.source):
+        yield (
+            f"note      the first line gives the columns their names, but `{repeated[0]}` is also a value there; if"
+            " that line is a row, add a line of names"
+        )
+
+
+def _put_where(draft: Draft, conditions: Sequence[str], why: str, number: int) -> tuple[int, list[str]]:
+    """Leave out rows without values; return their number and a line on them."""
+    if conditions and not _may_map(draft.request):
+        return 0, [f"note      {json.dumps(conditions, ensure_ascii=False)} in `data.map.where` {why}"]
+    if conditions:
+        _put_map(draft, "where", conditions, why)
+    return number, [f"rows      {why}"] if conditions else []
+
+
 def _with_classes(shape: Shape, columns: Sequence[Column], draft: Draft) -> tuple[Shape, Sequence[Column]]:
     """Return task and columns with the classes that are read: a column of 1e5 and +1 holds numbers, or their names."""
     label = next((column for column in columns if column.name == shape.task.get("label")), None)
@@ -113,35 +135,10 @@ def _with_classes(shape: Shape, columns: Sequence[Column], draft: Draft) -> tupl
     names_classes = is_typed and "labels" in task_sections()[shape.type].model_fields
     if not names_classes or label is None or label.kind == "text" or shape.columns is not None:
         return shape, columns
-    read = {column.name: column for column in columns_of(_read(draft, {label.name: "class"})[0], MOST_ROWS)}
-    found = shapes(list(read.values()), {key: shape.task[key] for key in ("text", "label")})
+    again = {column.name: column for column in columns_of(read(draft, {label.name: "class"})[0], MOST_ROWS)}
+    found = shapes(list(again.values()), {key: shape.task[key] for key in ("text", "label")})
     made = next((replace(one, labels=shape.labels) for one in found if one.type == shape.type), shape)
-    return made, [read[label.name] if column is label else column for column in columns]
-
-
-def _read(draft: Draft, kinds: Mapping[str, CellKind] | None = None) -> tuple[Any, bool, Sequence[str]]:
-    """Return rows of the training split, whether they are all, and notes on them; set the section `data`.
-
-    `kinds` are those of columns of CSV files that a task reads, if it is known.
-
-    Raises:
-        TrainerError: the data cannot be read.
-    """
-    request = draft.request
-    for key, value in data_keys(request.source, Path(os.path.abspath(request.output)).parent).items():
-        draft.put(f"data.{key}", value)
-    stub = Draft(replace(request, overrides=tuple(word for word in request.overrides if word.startswith("data."))))
-    stub.values.update(
-        draft.values, name="stub", task={"type": "masked_lm", "text": "text"}, model={"name_or_path": "a/b"}
-    )
-    data = stub.resolved().recipe.data  # of a stub, because the task is not known yet
-    problems = Problems()
-    splits = load_splits(data, most_rows=MOST_ROWS, problems=problems, kinds=kinds)
-    if not isinstance(data, FileData) and splits.validation is not None:
-        draft.put("data.validation", data.validation)
-    elif isinstance(data, FileData) or "data.validation" in request.given:
-        problems.raise_all()
-    return splits.train.rows, splits.train.is_whole, splits.notes
+    return made, [again[label.name] if column is label else column for column in columns]
 
 
 def _shape(columns: Sequence[Column], request: InitRequest, ask: Ask, own_notes: Sequence[str]) -> Shape:
@@ -150,10 +147,10 @@ def _shape(columns: Sequence[Column], request: InitRequest, ask: Ask, own_notes:
     Raises:
         UsageError: none fits.
     """
-    may_map = "map" in FileData.model_fields and not any(key.startswith("data.map") for key in request.given)
+    _require_columns(columns, request)
     found: dict[str, Shape] = {}  # the likeliest of each type
     for shape in shapes(columns, request.given_columns):
-        if shape.columns is None or may_map:
+        if shape.columns is None or _may_map(request):
             found.setdefault(shape.type, shape)
     if (kind := request.given.get("task.type")) is not None:
         return found.get(kind, Shape({"type": kind}, "as given"))
@@ -168,9 +165,35 @@ def _shape(columns: Sequence[Column], request: InitRequest, ask: Ask, own_notes:
             " task and its columns, as in task.type=sequence_classification task.text=COLUMN task.label=COLUMN"
             + "".join(f" (note: {note})" for note in own_notes)
         )
+    if problem := unlearnable(columns, next(iter(found.values()))):
+        raise UsageError(
+            f"`{request.source}` has no label to learn: {problem}; correct it, name another column in"
+            " task.label=COLUMN, or learn the texts alone by task.type=causal_lm"
+        )
     kinds = list(found)
     shape = found[ask("task", kinds[0], kinds) if len(kinds) > 1 else kinds[0]]
     return _with_columns(shape, columns, request, ask) if _has_one_label(shape) and len(columns) > 2 else shape
+
+
+def _may_map(request: InitRequest) -> bool:
+    """Return whether `data.map` exists, and the user gives none of it."""
+    return "map" in FileData.model_fields and not any(key.startswith("data.map") for key in request.given)
+
+
+def _require_columns(columns: Sequence[Column], request: InitRequest) -> None:
+    """Refuse a text or a label of the user that no column has.
+
+    Raises:
+        UsageError: there is such a name.
+    """
+    names = [column.name for column in columns]
+    for key, given in request.given_columns.items():
+        for name in given if isinstance(given, list) else [given]:
+            if name not in names and _may_map(request):
+                raise UsageError(
+                    f"`task.{key}` must name a column of `{request.source}`, but is {name}; its columns are"
+                    f" {listed(names, _MOST_COLUMNS)}"
+                )
 
 
 def _with_columns(shape: Shape, columns: Sequence[Column], request: InitRequest, ask: Ask) -> Shape:
@@ -196,38 +219,55 @@ def _has_one_label(shape: Shape) -> bool:
     return {"text", "label"} <= shape.task.keys()
 
 
+def _put_map(draft: Draft, key: str, value: Any, comment: str) -> None:
+    """Set a key of `data.map`, of which the user gives none."""
+    draft.values["data"].setdefault("map", {})[key] = value
+    draft.comments[f"data.map.{key}"] = comment
+
+
 def _put_task(draft: Draft, shape: Shape) -> str:
     if shape.columns is not None:
-        draft.put("data.map", {"columns": shape.columns}, "the columns of the task, made from those of the data")
+        _put_map(draft, "columns", shape.columns, "those of the task, made from those of the data")
     for key, value in shape.task.items():
-        draft.put(f"task.{key}", value, shape.why if key == "type" else "")
+        draft.put(f"task.{key}", value)
+    draft.comments["task.type"] = shape.why  # also of a given type, by which the columns are chosen
     return f"{shape.type}: {shape.why}"
 
 
 def _put_model(draft: Draft, kind: str, ask: Ask) -> str:
+    request = draft.request
     start = task_sections()[kind].start if kind in task_sections() else Start()
-    hub, rate = start.model, start.learning_rate
-    name = draft.request.model
-    if name is None and not any(key.startswith("model.") for key in draft.request.given):
-        name = ask(f"model ({SAMPLE}, a folder, or a name on the hub such as {hub})", SAMPLE)
+    name, why = request.model, ""
+    if name is None and not any(key.startswith("model.") for key in request.given):
+        name, why = _asked_model(draft, start, ask)
     draft.put("schedule.warmup", 0.1, "the share of the steps in which the learning rate rises")
     if name != SAMPLE:
         if name is not None:
-            model, recipe = Path(name).expanduser(), Path(os.path.abspath(draft.request.output))
-            draft.put("model.name_or_path", folder_name(model, recipe.parent) if model.is_dir() else name)
+            model, recipe = Path(name).expanduser(), Path(os.path.abspath(request.output))
+            draft.put("model.name_or_path", folder_name(model, recipe.parent) if model.is_dir() else name, why)
         draft.put("training.epochs", 3)
-        draft.put("optimizer.learning_rate", rate)
-        return name or "as given"
+        rate, reason = learning_rate(draft, start, name)
+        draft.put("optimizer.learning_rate", rate, reason)
+        named = name or draft.get("model.name_or_path") or "random weights"
+        return f"{named}: {why or 'as given'}, with the learning rate {draft.get('optimizer.learning_rate'):g}"
     if tools := draft.values.get("task", {}).pop("tools", None):
         draft.comments["task.messages"] = f"the sample writes no tools; with a pretrained model add tools: {tools}"
     sample = load_recipe(start.sample).recipe
-    draft.comments["model"] = f"small, random weights; for pretrained ones: name_or_path: {hub}"
+    draft.comments["model"] = f"small, random weights; for pretrained ones: name_or_path: {start.model}"
     draft.put("model.config", sample.model.config)
     if sample.model.tokenizer:
         draft.put("model.tokenizer", sample.model.tokenizer)
     draft.put("training.epochs", sample.training.epochs, "pretrained: 3")
-    draft.put("optimizer.learning_rate", sample.optimizer.learning_rate, f"pretrained: {rate:g}")
-    return f"that of {sample.name}, small, random weights, to see that all works; --model {hub} is pretrained"
+    draft.put("optimizer.learning_rate", sample.optimizer.learning_rate, f"pretrained: {start.learning_rate:g}")
+    shown = f"that of {sample.name}, small, random weights, to see that all works"
+    return f"{shown}{why and f', since {why}'}; --model {start.model} is pretrained"
+
+
+def _asked_model(draft: Draft, start: Start, ask: Ask) -> tuple[str, str]:
+    """Return the model that the user chooses, and the reason if it is the proposed one."""
+    found = proposed_model(draft, start, (draft.request.gpus or devices_here()).upper() != "CPU")
+    name = ask(f"model ({SAMPLE}, a folder, or a name on the hub such as {start.model})", found.name)
+    return name, found.why if name == found.name else ""
 
 
 def _put_rows(draft: Draft, number: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,10 @@ _PAIRS = (
     ("premise", "hypothesis"), ("sentence1", "sentence2"), ("text1", "text2"), ("question1", "question2"),
     ("text_a", "text_b"), ("question", "sentence"), ("query", "document"), ("query", "passage"),
 )  # fmt: skip
-_SINGLE = ("text", "sentence", "content", "review", "comment", "message", "body", "document", "utterance")
+_SINGLE = (
+    "text", "sentence", "content", "review", "comment", "message", "body", "document", "utterance", "tweet", "post",
+    "article", "abstract", "description", "texte", "texto", "testo", "satz", "nachricht", "kommentar",
+)  # fmt: skip
 _MOST_NUMBERS = 20
 """Distinct integers that still count as classes."""
 _NAME_CHARACTERS = 40
@@ -39,10 +43,13 @@ _LABEL_WORDS = frozenset((
 _OTHER_WORDS = frozenset((
     "id", "ids", "uuid", "guid", "key", "hash", "index", "idx", "row", "nr", "no", "number", "user", "username",
     "author", "name", "customer", "client", "account", "speaker", "sender", "reviewer", "annotator", "rater", "worker",
-    "email", "phone", "url", "link", "date", "time", "timestamp", "created", "updated", "year", "split", "fold", "file",
+    "email", "phone", "url", "link", "sku", "asin", "isbn", "doi", "nickname", "nutzer", "benutzer", "date", "time",
+    "timestamp", "created", "updated", "year", "split", "fold", "file",
     "path",
 ))  # fmt: skip
 """Words of the names of columns that identify or count rows, or say where they are from."""
+_IDENTIFIER_WORDS = frozenset(("id", "ids", "uuid", "guid", "key", "hash", "index", "idx", "url", "link", "email"))
+"""Those that make even `comment_id` no text."""
 _SPLITS = frozenset(("train", "training", "valid", "validation", "val", "dev", "test", "testing", "eval"))
 _MOST_SHOWN = 5
 
@@ -75,18 +82,18 @@ def shapes(columns: Sequence[Column], given: Mapping[str, Any] | None = None) ->
 
 
 class _Columns:
-    """Columns by their names, in any case of letters."""
+    """Columns by their names, in any case of letters, with any signs between words: `Sentence 1` is `sentence1`."""
 
     def __init__(self, columns: Sequence[Column], given: Mapping[str, Any]) -> None:
         self.all = columns
-        self.texts = [column for column in columns if column.kind == "text" and column.notation is None]
-        self._by_name = {column.name.strip().lower(): column for column in columns}
+        self.texts = [column for column in columns if _may_be_text(column)]
+        self._by_name = {_plain(column.name): column for column in columns}
         self.text, self.label = (
             next((column for column in columns if column.name == given.get(key)), None) for key in ("text", "label")
         )
 
     def get(self, kinds: Sequence[Kind], *names: str) -> Column | None:
-        found = (self._by_name.get(name) for name in names)
+        found = (self._by_name.get(_plain(name)) for name in names)
         return next((column for column in found if column is not None and column.kind in kinds), None)
 
     def every(self, kinds: Sequence[Kind], *names: str) -> list[str]:
@@ -110,6 +117,19 @@ class _Columns:
         others = [column for column in found if not column.words & _OTHER_WORDS and not column.numbers_rows]
         others.sort(key=lambda column: (column.kind == "number", not column.repeats))
         return list({column.name: column for column in (*exact, *worded, *declared, *others)}.values())
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\W_]+", "", name.lower()) or name
+
+
+def _may_be_text(column: Column) -> bool:
+    """Return whether a column holds texts to learn, and no identifiers, names of persons or labels."""
+    if column.kind != "text" or column.notation is not None or column.words & _IDENTIFIER_WORDS or column.identifies:
+        return False
+    if column.words & _LABEL_WORDS and not column.words & {*_SINGLE} and column.repeats:
+        return False
+    return bool(column.words & {*_SINGLE}) or not column.words & _OTHER_WORDS
 
 
 def _of_completions(columns: _Columns) -> Iterator[Shape]:
@@ -217,6 +237,7 @@ def _text(columns: _Columns, label: str) -> str | None:
     if named is not None and named.name != label:
         return named.name
     texts = [column for column in columns.texts if column.name != label]
+    texts = [column for column in texts if column.words & {*_SINGLE}] or texts
     return max(texts, key=lambda column: column.characters).name if texts else None
 
 
@@ -234,6 +255,21 @@ def _of_texts(columns: _Columns) -> Iterator[Shape]:
     yield Shape({"type": "masked_lm", "text": text}, f"{why}: learn hidden words", labels=others)
     for label in others:  # one that only the user can know to be a label
         yield from _of_label(label, text, [column for column in others if column is not label])
+
+
+def unlearnable(columns: Sequence[Column], shape: Shape) -> str | None:
+    """Return why the label teaches nothing, if its column has one value or none, and the task reads a text alone."""
+    if shape.task.keys() - {"type", "text"} and shape.task.get("label") not in [
+        column.name for column in columns if len(column.distinct) < 2
+    ]:
+        return None
+    name = shape.task.get("label")
+    for column in columns:
+        is_label = column.name == name if name else column.words & _LABEL_WORDS and column.name != shape.task["text"]
+        if is_label and column.kind in (*SCALARS, "empty") and len(column.distinct) < 2:
+            only = [json.dumps(value, ensure_ascii=False) for value in column.distinct]
+            return f"`{column.name}` is " + (f"{only[0]} in all rows" if only else "empty in all rows")
+    return None
 
 
 def _without_label(columns: _Columns, text: str) -> str:
@@ -267,7 +303,23 @@ def _texts_in(value: Any) -> Iterator[str]:
         yield from _texts_in(inner)
 
 
+def names_read(columns: Sequence[Column], shape: Shape) -> list[Column]:
+    """Return the columns that a task reads; those of images have no cells."""
+    keys = {
+        key: value for key, value in shape.task.items() if key not in ("type", "labels", "loss", "metrics", "tools")
+    }
+    read = {*_texts_in(keys), *_texts_in(shape.columns)}
+    found = [column for column in columns if column.name in read]
+    return found or [column for column in columns if column.name in ("instruction", "output")]  # Alpaca's
+
+
 def _notes_on_texts(column: Column) -> Iterator[str]:
+    if column.may_have_decimals:
+        first = next(text for text in column.cells if isinstance(text, str) and "," in text)
+        yield (
+            f"`{column.name}`: {first} is read with a separator of thousands; if its comma is a decimal one, replace"
+            ' `thousands: ","` by `decimal: ","`'
+        )
     if column.notation not in (None, DATES, ADDRESSES):
         fix = (
             "to read them as such, write the rows as JSON Lines or Parquet"
@@ -289,8 +341,6 @@ def _notes_on_classes(column: Column) -> Iterator[str]:
             f"`{column.name}` is -1 in {column.values.count(-1):,} rows, which is a class; if it marks rows"
             f" without a label, set `data.map.where` to {json.dumps([f'{column.name} != -1'])}"
         )
-    if blank := sum(isinstance(value, str) and not value.strip() for value in column.values):
-        yield f"`{column.name}` is blank in {blank:,} rows, so blank is a class; leave these out or fill them"
 
 
 def notes(columns: Sequence[Column], shape: Shape, is_label_given: bool) -> Iterator[str]:
