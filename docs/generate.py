@@ -36,10 +36,13 @@ from trainer.models.families.table import FAMILIES
 from trainer.recipe.combinations import EXCLUSIONS, Condition
 from trainer.recipe.reading.keys import default_tag, is_named, kinds, section_models
 from trainer.recipe.reading.shipped import is_base, shipped_recipes
+from trainer.recipe.registered import task_sections
 from trainer.recipe.schedules import SCHEDULES, PipelineSchedule
 from trainer.recipe.schema import Recipe, Section
 from trainer.recipe.schema.fields import NOT_BLANK
 from trainer.recipe.strategies import STRATEGIES, Strategy
+from trainer.tasks.metrics.table import METRICS
+from trainer.tasks.token_labels import TOKEN_METRICS
 from trainer.tools.convert.foreign.tables import ACCELERATE, DEEPSPEED, MEGATRON, TRAINING_ARGUMENTS, Counterpart
 from trainer.tools.doctor.table import CHECKS, Check
 from trainer.tools.plan.hardware import known_devices
@@ -273,6 +276,22 @@ def _exclusions() -> str:
     for row in EXCLUSIONS:
         found.setdefault(words(row.first), []).append(words(row.second))
     return "\n".join(f"- {first}: {'; '.join(others)}" for first, others in found.items())
+
+
+def _metrics() -> str:
+    """Return the metrics of each task."""
+
+    def shown(name: str, defaults: Collection[str]) -> str:
+        text = f"`{name}`" if METRICS[TOKEN_METRICS.get(name, (name,))[0]].greater_is_better else f"`{name}` ↓"
+        return f"**{text}**" if name in defaults else text
+
+    rows = []
+    for task, section in task_sections().items():
+        field = section.model_fields["metrics"]
+        defaults = field.get_default(call_default_factory=True)
+        words = get_args(get_args(field.annotation)[0])
+        rows.append((f"`{task}`", ", ".join(shown(word, defaults) for word in words)))
+    return _table(("`task.type`", "`task.metrics`"), rows)
 
 
 def _schedules() -> str:
@@ -672,6 +691,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "gpus": lambda: ", ".join(f"`{name}`" for name in known_devices()),
     "house": _house,
     "keys": _keys,
+    "metrics": _metrics,
     "model_cuts": _model_cuts,
     "operations": lambda: operations(_read(OPERATIONS), _read(COMPILED_LAYERS)),
     "parity": parity,

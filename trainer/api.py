@@ -295,6 +295,7 @@ class MetricRow:
     compute: Callable[[Any, Any], float] | str
     tasks: tuple[str, ...]
     greater_is_better: bool
+    reads: Literal["predictions", "probabilities"] = "predictions"
 
 
 def register_task(
@@ -414,6 +415,7 @@ def register_metric(
     *,
     tasks: Sequence[str] = (),
     greater_is_better: bool = True,
+    reads: Literal["predictions", "probabilities"] = "predictions",
 ) -> None:
     """Register a metric. Recipes name it in `task.metrics`.
 
@@ -422,11 +424,12 @@ def register_metric(
         compute: A function of predictions and labels, arrays `[rows]`, or the text "module:function".
         tasks: The types of the tasks that may name it.
         greater_is_better: Whether larger values are better.
+        reads: The first argument of `compute`; probabilities of classes are `[rows, classes]`.
 
     Raises:
-        UsageError: The name is taken, or a task is unknown.
+        UsageError: The name is taken, a task is unknown, or it has no probabilities.
     """
-    extensions.register("metric", name, MetricRow(compute, tuple(tasks), greater_is_better), _calling_module())
+    extensions.register("metric", name, MetricRow(compute, tuple(tasks), greater_is_better, reads), _calling_module())
 
 
 def register_family(model_type: str, family: ModelFamily | str) -> None:

@@ -6,12 +6,20 @@ import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from trainer.base.errors import RecipeError
 from trainer.recipe.reading.loading import load_recipe
+from trainer.recipe.schema import SequenceClassification
+
+CLASS_METRICS = ", ".join(
+    f'"{name}"'
+    for (words,) in [get_args(SequenceClassification.model_fields["metrics"].annotation)]
+    for name in get_args(words)
+)
+"""The metrics of classes, also those of features, as messages list them."""
 
 MINIMAL: dict[str, Any] = {
     "name": "minimal",

@@ -38,7 +38,7 @@ Kind = Literal[
     # The task
     "task",  # a `Task`, by its word in `task.type`
     "variant",  # the class of a task, by the key that asks for it
-    "metric",  # a metric, by its word in `task.metrics`
+    "metric",  # a metric, by its word in `task.metrics`; an object adds the word to the section `keys`
     "chats",  # the encoder of chats (`tasks/text/answers.py`)
     "generator",  # the generator of texts (`tasks/generated.py`)
     "shape",  # a rule of `trainer init`, by its place and its columns

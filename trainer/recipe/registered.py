@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import reduce
 from operator import getitem, or_
 from typing import Any, Literal, get_args
@@ -201,11 +202,21 @@ def _add_metric(registration: Registration) -> None:
     sections = task_sections()
     if registration.name in _SHIPPED_METRICS:
         raise UsageError(f"the metric {registration.name!r} ships with trainer; register yours under another name")
-    for name in getattr(registration.value, "tasks", ()):  # the sections of a folder name its metrics themselves
-        if name not in sections:
+    row = registration.value
+    if isinstance(row, Mapping):  # of a folder; texts are metrics that the sections of their folder name themselves
+        base = resolved(row["keys"])
+        for group in row.get("groups", ()):
+            getattr(base, group).add(registration.name)
+        for section in [base, *(kind for kind in sections.values() if issubclass(kind, base))]:
+            _add_word(section, "metrics", registration.name)
+    reads = getattr(row, "reads", None) == "probabilities"
+    known = [name for name, section in sections.items() if section.has_probabilities or not reads]
+    for name in getattr(row, "tasks", ()):
+        if name not in known:
+            problem = "has no probabilities" if name in sections else "is unknown"
             raise UsageError(
-                f"the metric {registration.name!r} is for the task {name!r}, which is unknown; tasks are"
-                f" {', '.join(sections)}"
+                f"the metric {registration.name!r} is for the task {name!r}, which {problem}; tasks are"
+                f" {', '.join(known)}"
             )
         _add_word(sections[name], "metrics", registration.name)
 

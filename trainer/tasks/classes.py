@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Any, ClassVar, Literal, Self
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from trainer.base.errors import DataError, Problems, UsageError
-from trainer.base.text import listed, number_in
+from trainer.base.text import number_in
 from trainer.parallel.copying import to_device
 from trainer.parallel.dtypes import at_least_fp32
+from trainer.recipe.schema import ClassificationKeys
+from trainer.tasks.metrics.metric import Metric
 from trainer.tasks.metrics.table import METRICS, merit
 from trainer.tasks.task import Task
 from trainer.tasks.text.columns import NAMES_SHOWN, STRING_TYPES, cell, require_kind, shown
@@ -80,35 +83,10 @@ class NamedClasses(Labelled):
             )
 
     def in_checkpoint_order(self, checkpoint: Sequence[str], chosen: bool) -> tuple[Self, list[str]]:
-        """Return the task in that order; see `Classes`. The comparison of names ignores case and outer spaces."""
-        names = self._known_class_names
-        ours, theirs = _places(names), _places(checkpoint)
-        if not self.labels_are_names and not chosen:  # an index means the same in both
-            pairs = [f"{index} is {name!r}" for index, name in enumerate(checkpoint)]
-            is_new = len(names) == len(checkpoint) and list(ours) != list(theirs)
-            note = f"labels are the numbers of the checkpoint's classes: {listed(pairs, NAMES_SHOWN)}"
-            return self, [f"{note}; if they are not, set `task.labels`"] if is_new else []
-        # No class in common: the data is of another task, and the head is only a start.
-        common = ours.keys() & theirs.keys() - {plain_name(name) for name in self.common_names}
-        theirs_shown = f"the checkpoint's classes are {shown(checkpoint)}"
-        if not common:
-            same_size = len(names) == len(checkpoint)
-            return self, [f"{theirs_shown}: its head starts from these, to learn others"] if same_size else []
-        if chosen:
-            same = list(ours) == list(theirs)
-            return self, [] if same else [f"{theirs_shown}, in another order or number than `task.labels`"]
-        if ours.keys() != theirs.keys():
-            raise UsageError(
-                f"column `{self.label_column}` must hold the classes of the checkpoint, or none of them, but"
-                f" {theirs_shown} and the training split has {shown(names)}; list the classes in `task.labels`, in the"
-                " order of the checkpoint"
-            )
-        # The order of the checkpoint: its head gives each class the logit that it was trained for.
-        ordered = tuple(names[ours[key]] for key in theirs)
-        if ordered == names:
-            return self, []
-        note = f"classes are in the order of the checkpoint: {shown(ordered)}"
-        return self.with_classes(ordered, self.labels_are_names), [note]
+        from trainer.tasks.class_choices import in_checkpoint_order
+
+        task, notes = in_checkpoint_order(self, checkpoint, chosen, places)
+        return task, notes
 
     def conversion_notes(self, features: Mapping[str, Any]) -> list[str]:
         """Return a note on labels that are converted to classes, for example from true and false."""
@@ -211,6 +189,20 @@ class NamedClasses(Labelled):
             f" `task.labels`: {shown(names)}"
         )
 
+    def _with_probabilities(self, found: dict[str, Tensor], probabilities: Callable[[], Tensor]) -> dict[str, Tensor]:
+        """Add the probabilities `[rows, num_labels]`, given in fp64, for metrics that read them."""
+        reads = any(METRICS[name].reads == "probabilities" for name in self.metric_names)
+        # From fp64, because equal logits would differ in fp32 by their place in a batch.
+        return {**found, "probabilities": probabilities().float()} if reads else found
+
+    def metrics(self, predictions: Mapping[str, Tensor]) -> dict[str, float]:
+        found: dict[str, Any] = super().metrics(predictions)
+        for prefix, name in [(prefix, name) for name in found if (prefix := METRICS[name].of_classes)]:
+            # A class behind the last one of labels and predictions has no number.
+            numbers = zip_longest(self._known_class_names, found.pop(name), fillvalue=math.nan)
+            found |= {f"{prefix}/{one}": float(number) for one, number in numbers}
+        return found
+
     def named_probabilities(self, row: Sequence[float]) -> dict[str, float]:
         """Return the probability of each class, by its name."""
         return {
@@ -275,10 +267,10 @@ class RowClasses(NamedClasses):
             row = next(index for index, value in enumerate(train[self.label_column]) if value != value)
             raise DataError(f"{cell(self.label_column, row, where)} is NaN; every row needs a label")
         names = self.class_names or self.find_names(train.features[self.label_column], labels, where)
-        if "f1" in self.metric_names and len(names) != 2:
+        if (refused := self._of_one_class[:1]) and len(names) != 2:
             raise UsageError(
-                f"`task.metrics` may name f1 only for two classes, but column `{self.label_column}` has {len(names)}:"
-                f" {shown(names)}; use f1_macro"
+                f"`task.metrics` may name {refused[0]} only for two classes, but column `{self.label_column}` has"
+                f" {len(names)}: {shown(names)}; use {refused[0]}_macro"
             )
         if self.positive is not None and self.positive not in names:
             raise UsageError(
@@ -286,32 +278,11 @@ class RowClasses(NamedClasses):
                 " them"
             )
         task = self.with_classes(names, _row_holds_names(train.features[self.label_column]))
-        return task.changed(class_weights=task._resolved_weights(train, where))
+        if task.class_weights is None:
+            return task
+        from trainer.tasks.class_choices import resolved_weights
 
-    def _resolved_weights(self, train: Dataset, where: str) -> Mapping[str, float] | None:
-        """Return the weight of each class by its name; balanced ones are `rows / (classes * rows of the class)`."""
-        names, weights = self._known_class_names, self.class_weights
-        if weights is None:
-            return None
-        if weights == "balanced":
-            counts = np.bincount(self.class_indices(train, where, 0), minlength=len(names))
-            if not counts.all():
-                raise DataError(
-                    f"`task.class_weights` is balanced, but {where} has no row of the class"
-                    f" {names[int(counts.argmin())]!r}; write the weights, or remove the class from `task.labels`"
-                )
-            balanced: list[float] = (counts.sum() / (len(names) * counts)).tolist()
-            return dict(zip(names, balanced, strict=True))
-        if unknown := [name for name in weights if name not in names]:
-            raise UsageError(
-                f"`task.class_weights` must name classes, but names {unknown[0]!r}; the classes are {shown(names)}"
-            )
-        if missing := [name for name in names if name not in weights]:
-            raise UsageError(
-                f"`task.class_weights` must have a weight for each of the {len(names)} classes, but has none for"
-                f" {shown(missing)}; add it"
-            )
-        return weights
+        return task.changed(class_weights=resolved_weights(task, train, where))
 
     def without_data(self, names: Sequence[str]) -> Self:
         """Return the task with weights of 1, because their values change no shape."""
@@ -372,27 +343,37 @@ class RowClasses(NamedClasses):
         return F.cross_entropy(scores, labels, weights, reduction="sum", label_smoothing=self.label_smoothing)
 
     def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        return {"predictions": logits.argmax(dim=-1), "labels": labels}
+        found = {"predictions": logits.argmax(dim=-1), "labels": labels}
+        return self._with_probabilities(found, lambda: logits.double().softmax(-1))
 
-    def metrics(self, predictions: Mapping[str, Tensor]) -> dict[str, float]:
-        values = super().metrics(predictions)
-        if self.positive is not None:
-            index = self._known_class_names.index(self.positive)
-            # The binary F1 of scikit-learn counts class 1 as positive, so the positive class becomes 1.
-            predicted, labels = (1 * (predictions[name].numpy() == index) for name in ("predictions", "labels"))
-            values["f1"] = METRICS["f1"].compute(predicted, labels)
-        return values
+    @property
+    def _of_one_class(self) -> list[str]:
+        return [name for name in self.metric_names if name in ClassificationKeys.of_one_class]
+
+    def _measured(self, metric: Metric, name: str, predictions: Mapping[str, Tensor]) -> Any:
+        if name in self._of_one_class:
+            index = self._known_class_names.index(self.positive) if self.positive is not None else 1
+            # Scikit-learn counts class 1 as positive, so the positive class becomes 1.
+            predictions = {
+                key: values[:, index] if key == "probabilities" else (values == index).long()
+                for key, values in predictions.items()
+            }
+        return super()._measured(metric, name, predictions)
 
     def baselines(self, labels: Tensor | None, vocabulary: int | None) -> dict[str, float]:
         """Return the metrics of the best constant class, and the loss of the classes' shares."""
         if labels is None:
             return {}
-        shares = torch.bincount(labels) / len(labels)
+        shares = torch.bincount(labels, minlength=len(self._known_class_names)) / len(labels)
         constants = {int(shares.argmax())}
         if self.positive is not None:
             constants.add(self._known_class_names.index(self.positive))
-        baselines = [self._constant_metrics(labels, constant) for constant in sorted(constants)]
-        best = {name: max(baselines, key=partial(merit, name))[name] for name in self.metric_names}
+        given = self._with_probabilities({"labels": labels}, lambda: shares.expand(len(labels), -1))
+        answers = [torch.full_like(labels, constant) for constant in sorted(constants)]
+        baselines = [self.metrics({**given, "predictions": answer}) for answer in answers]
+        best = {
+            name: max(baselines, key=partial(merit, name))[name] for name in self.metric_names if name in baselines[0]
+        }
         # `entr` is 0 for a class without rows, for which 0 times log 0 would be NaN.
         return {**best, "loss": float(torch.special.entr(shares).sum())}
 
@@ -407,7 +388,7 @@ class RowClasses(NamedClasses):
 
     @property
     def positive_class(self) -> str | None:
-        return (self.positive or self._known_class_names[1]) if "f1" in self.metric_names else None
+        return (self.positive or self._known_class_names[1]) if self._of_one_class else None
 
     def answers(self, logits: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {"probabilities": at_least_fp32(logits).softmax(-1)}
@@ -455,7 +436,7 @@ def _row_holds_names(feature: Any) -> bool | None:
     return False if is_converted else holds_names(feature)
 
 
-def _places(names: Sequence[str]) -> dict[str, int]:
+def places(names: Sequence[str]) -> dict[str, int]:
     """Return the index of each name, keyed by `plain_name`.
 
     The keys are the names themselves if two names have the same key.
@@ -466,8 +447,8 @@ def _places(names: Sequence[str]) -> dict[str, int]:
 
 def places_of(names: Sequence[str], others: Sequence[str]) -> list[int] | None:
     """Return the place in `others` of each class, compared without case and outer spaces; None if they differ."""
-    places, indices = _places(others), _places(names)
-    return [places[key] for key in indices] if places.keys() == indices.keys() else None
+    found, indices = places(others), places(names)
+    return [found[key] for key in indices] if found.keys() == indices.keys() else None
 
 
 def plain_name(name: str) -> str:

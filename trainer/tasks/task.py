@@ -19,6 +19,7 @@ from trainer.base.errors import UsageError
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.recipe.schema import TaskKeys
 from trainer.tasks.exported import Card, ExportedFolder
+from trainer.tasks.metrics.metric import Metric
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.preview import RowPreview
 from trainer.tasks.text.masking import Masking
@@ -179,8 +180,10 @@ class Scores(ABC):
         Args:
             predictions: the predictions of the whole split, each of shape `[rows, ...]`, in the order of its rows.
         """
-        predicted, labels = predictions["predictions"].numpy(), predictions["labels"].numpy()
-        return {name: METRICS[name].compute(predicted, labels) for name in self.metric_names}
+        return {name: self._measured(METRICS[name], name, predictions) for name in self.metric_names}
+
+    def _measured(self, metric: Metric, name: str, predictions: Mapping[str, Tensor]) -> Any:
+        return metric.compute(predictions[metric.reads].numpy(), predictions["labels"].numpy())
 
     def _constant_metrics(self, labels: Tensor, constant: float) -> dict[str, float]:
         """Return the metrics of one prediction for all rows."""

@@ -85,7 +85,7 @@ class TokenLabels(TextTask):
     def token_metric(self, name: str, predictions: Mapping[str, Tensor]) -> float:
         """Return a metric of `TOKEN_METRICS`."""
         metric, of_rows = TOKEN_METRICS[name]
-        return METRICS[metric].compute(predictions[of_rows].numpy(), predictions["num_labels"].numpy())
+        return float(METRICS[metric].compute(predictions[of_rows].numpy(), predictions["num_labels"].numpy()))
 
     def _right(self, logits: Tensor, labels: Tensor) -> Tensor:
         cut = self._cut(logits)

@@ -26,7 +26,7 @@ class BestEvaluation:
     @property
     def metric(self) -> str:
         """The name of the metric that decides which evaluation is the best."""
-        return self.recipe.evaluation.best or self.recipe.task.metrics[0]
+        return self.recipe.evaluation.best or self.recipe.task.selecting[0]
 
     def notes(self) -> list[str]:
         """Return a note for the user if a resumed run evaluates other rows."""

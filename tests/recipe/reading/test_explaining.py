@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.recipes import CLASS_METRICS
 from trainer.base.errors import RecipeError
 from trainer.recipe.reading import suggesting
 from trainer.recipe.reading.loading import load_recipe
@@ -131,8 +132,8 @@ def test_files_are_strict_on_lists(problems: Callable[..., list[str]], minimal: 
         ("precision=fp8", '`precision` must be one of "fp32", "bf16", "fp16", but is "fp8"'),
         (
             "task.metrics=[accuracy, Macro F1]",  # a shell has removed the quotes
-            '`task.metrics` must be a list of at least 1 item, each one of "accuracy", "f1", "f1_macro", "f1_micro",'
-            """ "matthews", but is "[accuracy, Macro F1]"; write 'task.metrics=["accuracy", "f1_macro"]'""",
+            f"`task.metrics` must be a list of at least 1 item, each one of {CLASS_METRICS}, but is"
+            """ "[accuracy, Macro F1]"; write 'task.metrics=["accuracy", "f1_macro"]'""",
         ),
         (
             'data.map.where=["x in [Good, Bad]"]',
@@ -140,8 +141,7 @@ def test_files_are_strict_on_lists(problems: Callable[..., list[str]], minimal: 
         ),
         (
             'task.metrics=["acuracy"]',
-            '`task.metrics[0]` must be one of "accuracy", "f1", "f1_macro", "f1_micro", "matthews", but is "acuracy";'
-            ' did you mean "accuracy"?',
+            f'`task.metrics[0]` must be one of {CLASS_METRICS}, but is "acuracy"; did you mean "accuracy"?',
         ),
         (
             'task.text=["a", "b", "c"]',

@@ -85,14 +85,18 @@ class MultiLabelTask(NamedClasses, TextTask):
 
     def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
         predicted = at_least_fp32(logits).sigmoid() > self._thresholds.to(logits.device)
-        return {"predictions": predicted.long(), "labels": labels.long()}
+        found = {"predictions": predicted.long(), "labels": labels.long()}
+        return self._with_probabilities(found, lambda: logits.double().sigmoid())
 
     def split_baselines(self, split: EvaluatedSplit) -> dict[str, float]:
         labels = np.asarray(split.encoded.arrays["labels"], np.int64)
         # The best constant answer is the most frequent set of labels.
         sets, counts = np.unique(labels, axis=0, return_counts=True)
         constant = np.broadcast_to(sets[counts.argmax()], labels.shape).copy()
-        return self.metrics({"predictions": torch.from_numpy(constant), "labels": torch.from_numpy(labels)})
+        given = {"predictions": torch.from_numpy(constant), "labels": torch.from_numpy(labels)}
+        shares = torch.from_numpy(labels.mean(0)).expand(labels.shape)
+        metrics = self.metrics(self._with_probabilities(given, lambda: shares))
+        return {name: metrics[name] for name in self.metric_names if name in metrics}
 
     def answers(self, logits: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {"probabilities": at_least_fp32(logits).sigmoid()}

@@ -24,8 +24,9 @@ class LabelKeys(SequenceClassification):
         one_class = f"applies to one class for each row, but `{_KEY}` is true"
         if self.multi_label:
             for metric in self.metrics:
-                if metric in ("f1", "matthews"):
-                    text = f'has "{metric}", which {one_class}; use "f1_micro" or "f1_macro"'
+                if metric in (*self.of_one_class, "matthews"):
+                    score = "f1" if metric == "matthews" else metric
+                    text = f'has "{metric}", which {one_class}; use "{score}_micro" or "{score}_macro"'
                     yield clash(text, "task.metrics", _KEY)
             for key in self.changed("class_weights", "label_smoothing"):
                 yield clash(f"{one_class}; remove it", f"task.{key}", _KEY)

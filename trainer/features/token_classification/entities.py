@@ -14,8 +14,6 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.tasks.metrics.metric import Metric
-
 Indices: TypeAlias = NDArray[np.int64]
 OUTSIDE = "O"
 _TAG = re.compile(r"([BIES])-(.+)")
@@ -107,11 +105,3 @@ def entity_metrics(
     if "f1" in names:
         computed |= {f"f1/{name}": float(value) for name, value in zip(scheme.types, f1, strict=True)}
     return computed
-
-
-def _share(num_right: Indices, num_all: Indices) -> float:
-    return float(num_right.sum() / max(1, num_all.sum()))
-
-
-PRECISION = Metric(_share)
-RECALL = Metric(_share)

@@ -177,7 +177,7 @@ def _of_training_and_schedule(training: Training, schedule: ScheduleKeys) -> Ite
 
 
 def _of_task_and_evaluation(task: TaskSection, evaluation: Evaluation) -> Iterator[Contradiction]:
-    allowed = [*task.metrics, "loss"]
+    allowed = task.selecting
     if evaluation.best is not None and evaluation.best not in allowed:
         text = f"must be one of `task.metrics` or loss ({', '.join(allowed)}), but is {shown_value(evaluation.best)}"
         yield clash(text, "evaluation.best", "task.metrics")

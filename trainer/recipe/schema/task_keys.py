@@ -77,8 +77,15 @@ class TaskKeys(Section):
     implementation: ClassVar[str] = ""
     # The function that reads its parts in the folder of the model, as "module:function"; empty: it has none there.
     folder_reader: ClassVar[str] = ""
+    has_probabilities: ClassVar[bool] = False  # whether metrics may read probabilities
+    of_classes: ClassVar[set[str]] = set()  # metrics of features with a number for each class; they select no model
     pipelines: ClassVar[Sequence[str]] = ()  # names in pipelines of transformers, with underscores; they are taken
     also_called: ClassVar[Sequence[str]] = ()  # names of other tools; they are suggested
+
+    @property
+    def selecting(self) -> list[str]:
+        """The metrics that may select a model, the default first."""
+        return [*(name for name in getattr(self, "metrics", ()) if name not in self.of_classes), "loss"]
 
     @property
     def texts_per_row(self) -> int | None:
@@ -129,18 +136,23 @@ class TextKeys(TaskKeys):
 class ClassificationKeys(TaskKeys):
     """Keys that all classifications share."""
 
+    has_probabilities = True
+    of_one_class: ClassVar[set[str]] = {"f1", "precision", "recall"}  # those of `positive`; features add theirs
     label: Name = "label"
     """Column of the class: a name, an integer from 0, or one of `task.labels`."""
     labels: Annotated[list[Name], Field(min_length=2)] | None = None
     """Class names in order; null: those of the training split, in the order of a fine-tuned checkpoint or the data set,
     or sorted."""
-    metrics: list[Literal["accuracy", "f1", "f1_macro", "f1_micro", "matthews"]] = Field(
-        default=["accuracy"], min_length=1
-    )
+    metrics: list[
+        Literal[
+            "accuracy", "f1", "f1_macro", "f1_micro", "f1_weighted", "matthews", "precision", "precision_macro",
+            "precision_micro", "precision_weighted", "recall", "recall_macro", "recall_micro", "recall_weighted",
+        ]
+    ] = Field(default=["accuracy"], min_length=1)  # fmt: skip
     """`f1` is that of the class `positive` of two, `f1_macro` the mean over classes, `f1_micro` over all decisions
-    together."""
+    together, `f1_weighted` the mean by rows; likewise the others."""
     positive: Name | None = None
-    """Class that `f1` counts as positive; null: the second one."""
+    """Class that `f1`, `precision` and other metrics of one class count as positive; null: the second one."""
     class_weights: Literal["balanced"] | dict[NameKey, float] | None = None
     """Weights of classes in the training loss, by name; `balanced`: rows / (classes * rows of the class); null: 1."""
     label_smoothing: float = Field(0.0, ge=0, lt=1)
@@ -152,10 +164,12 @@ class ClassificationKeys(TaskKeys):
             if weight <= 0:
                 text = f"has the weight {weight} for {shown_value(name)}; use a number above 0"
                 yield clash(text, "task.class_weights")
-        if self.positive is not None and "f1" not in self.metrics:
-            yield clash('applies to the metric "f1" only; add it to `task.metrics`, or remove this', "task.positive")
+        of_one = [name for name in self.metrics if name in self.of_one_class]
+        if self.positive is not None and not of_one:
+            known = " or ".join(sorted(self.of_one_class))
+            yield clash(f"needs a metric of one class; add {known} to `task.metrics`, or remove this", "task.positive")
         yield from repeated("task.labels", self.labels or [])
         one_class = not getattr(self, "multi_label", False)
-        if self.labels is not None and one_class and "f1" in self.metrics and len(self.labels) != 2:
-            text = f'has "f1", which needs two classes, but `task.labels` has {len(self.labels)}; use "f1_macro"'
-            yield clash(text, "task.metrics", "task.labels")
+        if self.labels is not None and one_class and of_one and len(self.labels) != 2:
+            text = f'has "{of_one[0]}", which needs two classes, but `task.labels` has {len(self.labels)}'
+            yield clash(f'{text}; use "{of_one[0]}_macro"', "task.metrics", "task.labels")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from numpy.typing import NDArray
 
@@ -18,7 +18,12 @@ class Metric:
     With several labels for each row, both are 0 or 1, of shape `[rows, num_labels]`.
     For tasks that label tokens, the arguments are sums over the labelled tokens of each row, and the numbers of these
     tokens.
+
+    `reads` is the first argument; probabilities are `[rows, num_labels]`, or `[rows]` of one class. `of_classes` is
+    the prefix of a metric with a number for each class, "f1" of "f1/CLASS"; it may lack the last classes.
     """
 
-    compute: Callable[[Values, Values], float]
+    compute: Callable[[Values, Values], Any]
     greater_is_better: bool = True
+    reads: Literal["predictions", "probabilities"] = "predictions"
+    of_classes: str | None = None

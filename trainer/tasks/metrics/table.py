@@ -21,15 +21,21 @@ def _accuracy(predictions: Values, labels: Values) -> float:
     return float(np.mean(equal.all(axis=1) if equal.ndim == 2 else equal))
 
 
-def _f1(average: str) -> Callable[[Values, Values], float]:
-    """Return an F1 of scikit-learn; it is undefined for classes that neither labels nor predictions have."""
+def _of_decisions(score: str, average: str) -> Callable[[Values, Values], float]:
+    """Return F1, precision or recall of scikit-learn.
 
-    def f1(predictions: Values, labels: Values) -> float:
-        from sklearn.metrics import f1_score
+    Averages are over the classes that labels or predictions have, of recall over those of labels.
+    """
+    # Without rows of a class, its recall is undefined. A class that is never predicted has the precision 0.
+    undefined = math.nan if score == "recall" else 0
 
-        return float(f1_score(labels, predictions, average=average, zero_division=0))
+    def compute(predictions: Values, labels: Values) -> float:
+        from sklearn import metrics
 
-    return f1
+        function = getattr(metrics, f"{score}_score")
+        return float(function(labels, predictions, average=average, zero_division=undefined))
+
+    return compute
 
 
 def _matthews(predictions: Values, labels: Values) -> float:
@@ -73,9 +79,11 @@ def _perplexity(losses: Values, num_tokens: Values) -> float:
 METRICS = Table[Metric](
     {
         "accuracy": Metric(_accuracy),
-        "f1": Metric(_f1("binary")),
-        "f1_macro": Metric(_f1("macro")),
-        "f1_micro": Metric(_f1("micro")),
+        **{
+            score if average == "binary" else f"{score}_{average}": Metric(_of_decisions(score, average))
+            for score in ("f1", "precision", "recall")
+            for average in ("binary", "macro", "micro", "weighted")
+        },
         "matthews": Metric(_matthews),
         "pearson": Metric(_correlation("pearsonr")),
         "spearman": Metric(_correlation("spearmanr")),
@@ -89,8 +97,9 @@ METRICS = Table[Metric](
 def _add(row: Registration) -> None:
     if row.name in _SHIPPED:
         raise UsageError(f"the metric {row.name!r} ships with trainer; register yours under another name")
-    value = row.value  # a text of a folder names a `Metric`
-    METRICS[row.name] = value if isinstance(value, str) else Metric(resolved(value.compute), value.greater_is_better)
+    value = row.value["metric"] if isinstance(row.value, Mapping) else row.value  # a text of a folder names a `Metric`
+    is_text = isinstance(value, str)
+    METRICS[row.name] = value if is_text else Metric(resolved(value.compute), value.greater_is_better, value.reads)
 
 
 # Before `consume`, which calls `_add` with the metrics that are registered already.

@@ -109,7 +109,7 @@ def _checked_metric(recipe: Recipe) -> str:
         raise UsageError("`data.validation` decides between trials, but is null; name a split")
     if recipe.training.stop_at_step is not None:
         raise UsageError("`training.stop_at_step` is set, but trials train to their end; set training.max_steps")
-    return recipe.evaluation.best or recipe.task.metrics[0]
+    return recipe.evaluation.best or recipe.task.selecting[0]
 
 
 def _facts(recipe: Recipe, keys: Sequence[str]) -> dict[str, Any]:
