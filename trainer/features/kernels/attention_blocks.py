@@ -82,26 +82,34 @@ _ROWS = {
     (_ALL, 32, 256, False): Blocks(Block(16, 16, 8, 1), Block(16, 16, 8, 1), Block(16, 16, 8, 1)),
     (_ALL, 32, 256, True): Blocks(Block(16, 32, 8, 1), Block(16, 16, 8, 2), Block(16, 16, 8, 1)),
 }
+# Rows that are joined with others keep their places in registers: with three stages, this kernel spills up to 96 bytes.
+_KEYS_OF_JOINED = {(_HOPPER, 16, 64, False): Block(32, 64, 4, 2)}
 _OF_INTERPRETER = Blocks(Block(32, 16, 1, 1), Block(32, 32, 1, 1), Block(16, 32, 1, 1))
 
 
-def blocks(device: torch.device, dtype: torch.dtype, dim: int, has_floats: bool) -> Blocks:
+def blocks(device: torch.device, dtype: torch.dtype, dim: int, has_floats: bool, joined: bool = False) -> Blocks:
     """Return the blocks of a call.
 
     Args:
         has_floats: whether there is a bias or an additive mask.
+        joined: whether the rows lie one after the other, without padding.
     """
     if kernel_support.is_interpreted():
         return _OF_INTERPRETER
-    return of_capability(kernel_support.capability(device), dtype, dim, has_floats)
+    return of_capability(kernel_support.capability(device), dtype, dim, has_floats, joined)
 
 
-def of_capability(capability: tuple[int, int], dtype: torch.dtype, dim: int, has_floats: bool) -> Blocks:
+def of_capability(
+    capability: tuple[int, int], dtype: torch.dtype, dim: int, has_floats: bool, joined: bool = False
+) -> Blocks:
     """Return the blocks of a call on a GPU; see `blocks`."""
     bits = torch.finfo(dtype).bits
     gpus = _ALL if bits == 32 else {9: _HOPPER, 10: _BLACKWELL}.get(capability[0], _SMALL)
     size = padded(dim)
-    return _ROWS.get((gpus, bits, size, has_floats)) or _ROWS[gpus, bits, max(64, size), has_floats]
+    key = (gpus, bits, size, has_floats)
+    key = key if key in _ROWS else (gpus, bits, max(64, size), has_floats)
+    of_keys = _KEYS_OF_JOINED.get(key) if joined else None
+    return _ROWS[key]._replace(of_keys=of_keys) if of_keys else _ROWS[key]
 
 
 def tile() -> tuple[int, int]:

@@ -588,7 +588,7 @@ class _Call:
         assert mask is None or not (is_causal or window is not None), "a mask takes the place of others"
         self._dims = (query.shape[-1], value.shape[-1])
         has_floats = bias is not None or (mask is not None and mask.dtype != torch.bool)
-        self.blocks = attention_blocks.blocks(query.device, query.dtype, max(self._dims), has_floats)
+        self.blocks = attention_blocks.blocks(query.device, query.dtype, max(self._dims), has_floats, rows.joined > 0)
         # The number of query heads that share the keys of one head.
         self.group = query.shape[1] // key.shape[1]
         levels = dropped_levels(probability)
