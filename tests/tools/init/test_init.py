@@ -125,6 +125,8 @@ def test_at_most_five_questions_are_asked(monkeypatch: pytest.MonkeyPatch) -> No
         ("a.txt", b"x\n", "`a.txt` must end with one of .json"),
         ("a.jsonl", b'{"a": 1}\n{"a": 2}\n', "no task fits the columns of `a.jsonl`: a (integer, 2 distinct)"),
         ("a.json", b'{"data": [{"paragraphs": []}], "version": "1"}', "one object with the rows in it"),
+        ("a.jsonl", b'{"text": "a", "label": {"id": 1}}\n' * 9, "`label` holds objects; write one of their values"),
+        ("a.xlsx", b"PK\x03\x04text", "must hold Excel files, but `"),
         ("folder/a.md", b"", "`folder` holds no file of a known format"),
         ("other.csv", b"", "`a.csv` is no file and no folder; for a data set of the hub, fetch it first"),
     ],
@@ -155,6 +157,17 @@ def test_columns_of_flags_and_decimal_commas_train(capsys: pytest.CaptureFixture
     assert main(["init", "my.csv", "--yes", "-o", "2.yaml", "task.label=points"]) == ExitCode.DONE
     assert "type: sequence_regression  # `points` holds numbers\n" in Path("2.yaml").read_text()
     assert main(["check", "2.yaml"]) == ExitCode.DONE
+
+
+def test_a_given_type_keeps_text_and_label(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [f"text {row},{row % 4 / 2}" for row in range(40)]
+    Path("my.csv").write_text("\n".join(["body,points", *rows]), encoding="utf-8")
+    assert main(["init", "my.csv", "--yes", "task.type=sequence_classification", "-o", "x.yaml"]) == ExitCode.USER
+    task = load_recipe("x.yaml").recipe.task
+    assert (task.text, task.label) == ("body", "points")
+    Path("my.csv").write_text("\n".join(["body,label", *(f"text {row},p" for row in range(40))]), encoding="utf-8")
+    assert main(["init", "my.csv", "--yes", "task.type=sequence_classification"]) == ExitCode.USER
+    assert '`label` is "p" in all rows' in capsys.readouterr().err
 
 
 def test_problems_of_rows_come_with_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:

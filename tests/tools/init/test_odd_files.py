@@ -246,6 +246,11 @@ def test_a_head_of_other_classes_is_replaced(cache: Path, capsys: pytest.Capture
     assert main(["check", "a.yaml"]) == ExitCode.DONE
     assert main(["init", "a.csv", "--yes", "--model", "some/two", "--overwrite"]) == ExitCode.DONE
     assert not load_recipe("a.yaml").recipe.model.new_head
+    for weights in cache.glob("*/snapshots/abc/model.safetensors"):
+        weights.unlink()
+    for name, is_new in (("some/three", True), ("some/two", False)):  # by their configurations alone
+        assert main(["init", "a.csv", "--yes", "--model", name, "--overwrite"]) == ExitCode.DONE
+        assert load_recipe("a.yaml").recipe.model.new_head == is_new
 
 
 @pytest.mark.parametrize(("status", "name"), [(200, "google/bert_uncased_L-4_H-256_A-4"), (503, models.SAMPLE)])

@@ -144,6 +144,7 @@ FLAGS = rows_of(30, id=tuple(range(30)), comment="c", toxic=(0, 1, 0), rude=(0, 
         (rows_of(30, text="t", day=("2024-01-02", "2024-01-03")), {"type": "causal_lm"}, None),
         (rows_of(30, text="t", label=("007", "01", "10")), {"type": CLASSES, "label": "label"}, None),
         (rows_of(30, text="t", labels=("['a', 'b']", "[]", '{"a": 1}')), {"type": "causal_lm"}, None),
+        (rows_of(30, text="t", label=("None", "mild", "NA")), {"type": CLASSES, "label": "label"}, None),
         (rows_of(30, text="t", label=("[POS]", "[NEG]")), {"type": CLASSES, "label": "label"}, None),
     ],
 )  # fmt: skip

@@ -34,10 +34,12 @@ class ExcelReader(Reader):
         """
         import pandas
 
+        if not zipfile.is_zipfile(path):
+            return "sheet", []  # `load` refuses it
         try:
             with pandas.ExcelFile(path) as book:
                 return "sheet", list(map(str, book.sheet_names))
-        except (ImportError, ValueError, KeyError, zipfile.BadZipFile) as error:  # `load` names them
+        except (ImportError, ValueError, KeyError) as error:  # `load` names them
             raise OSError(str(error)) from error
 
     def bound_bytes(self, path: Path) -> float:
@@ -60,6 +62,8 @@ class ExcelReader(Reader):
             ) from error
         frames, notes, chosen = [], [], files.text.further.get("sheet")
         for path in files.paths:
+            if not zipfile.is_zipfile(path):
+                raise DataError(f"`{files.key}` must hold Excel files, but `{path}` is none; save it again as .xlsx")
             with pandas.ExcelFile(path) as book:
                 names = list(map(str, book.sheet_names))
                 sheet = names[0] if chosen is None else chosen

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,11 @@ class ParquetReader(Reader):
         for path in files.paths:
             schema = pyarrow.parquet.read_schema(path)
             require_own_names(schema.names, f"`{path}`")
+        # A file without a row has no batch that `datasets` could read.
+        paths = [path for path in files.paths if pyarrow.parquet.read_metadata(path).num_rows]
+        if not paths:
+            return None, []
+        files = replace(files, paths=paths)
         first = pyarrow.parquet.read_schema(files.paths[0])
         features = readable(first)
         unread = [f"`{field.name}` ({field.type})" for field in first if field.name not in features]

@@ -139,22 +139,21 @@ def columns_of(rows: Any, most: int) -> list[Column]:
     for name, feature in rows.features.items():
         declared = tuple(getattr(feature, "names", None) or ())
         cells = read.get(name, ())
-        values, missing = _given([value for value in cells if value is not None])
+        values, missing = _given([value for value in cells if value is not None], _MISSING)
         values, mapped = _numbers(values)
-        if mapped is None:  # beside texts, a word such as "n/a" is a text
-            missing = [text for text in missing if not text.strip()]
-            values = [value for value in cells if value is not None and value not in missing] if missing else values
+        if mapped is None and missing:  # beside texts, a word such as "n/a" is a text
+            values, missing = _given([value for value in cells if value is not None], frozenset(("",)))
         kind = _kind(values) if name in read else "image"
         found.append(Column(name, kind, values, declared, cells, mapped, missing))
     return found
 
 
-def _given(values: list[Any]) -> tuple[list[Any], list[str]]:
-    """Return values without NaN and texts that may stand for none, and these texts, each once."""
+def _given(values: list[Any], words: frozenset[str]) -> tuple[list[Any], list[str]]:
+    """Return values without NaN and without texts such as the given words, and these texts, each once."""
     types = set(map(type, values))
     if types != {str}:
         return ([value for value in values if value == value] if types == {float} else values), []
-    missing = {value for value in set(values) if value.strip().casefold() in _MISSING}
+    missing = {value for value in set(values) if value.strip().casefold() in words}
     return ([value for value in values if value not in missing] if missing else values), sorted(missing)
 
 

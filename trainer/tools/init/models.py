@@ -24,6 +24,8 @@ _SMALLER = {
     "Qwen/Qwen3-0.6B": "HuggingFaceTB/SmolLM2-135M-Instruct",
 }
 """Models for machines without a GPU, which train them in minutes."""
+_CLASSES_BY_DEFAULT = 2
+"""Classes of a configuration of transformers that names none."""
 _SMALL_WIDTH, _FASTER = 256, 5
 """Hidden size up to which models take a higher learning rate, and by how much: the miniatures of BERT were fine-tuned
 with 3e-5 to 3e-4 (https://huggingface.co/google/bert_uncased_L-4_H-256_A-4)."""
@@ -81,6 +83,24 @@ def learning_rate(draft: Draft, start: Start, name: str | None) -> tuple[float, 
     return float(f"{rate:g}"), "higher than that of a large model" if is_small else ""
 
 
-def needs_new_head(messages: Sequence[str]) -> bool:
-    """Return whether problems of a model are those of a head for other classes alone."""
-    return any("set `model.new_head` to true" in message for message in messages)
+def needs_new_head(draft: Draft, messages: Sequence[str], classes: Sequence[object]) -> bool:
+    """Return whether the head of a checkpoint has another number of classes, by its weights or its configuration.
+
+    Args:
+        messages: the problems of a check, which reads weights that are on this machine.
+        classes: those of the data; empty: there are none.
+    """
+    if any("set `model.new_head` to true" in message for message in messages):
+        return True
+    recipe = draft.resolved(["training.micro_batch_size=1"]).recipe
+    local = LocalParts.of(recipe)
+    is_checked = not any(part.startswith("`model.") for part in local.unchecked)
+    if not classes or is_checked or recipe.model.name_or_path is None or not (local.has_model or _hub_answers()):
+        return False
+    try:
+        config = load_config(recipe.model, {})
+    except TrainerError:  # `trainer run` names it
+        return False
+    stored = len(config.to_diff_dict().get("id2label") or range(_CLASSES_BY_DEFAULT))
+    heads = [name for name in config.architectures or () if name.endswith("Classification")]
+    return bool(heads) and stored != len(classes)

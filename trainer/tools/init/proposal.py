@@ -91,7 +91,8 @@ def propose(request: InitRequest, ask: Ask = take_default) -> Proposal:
     # The check needs a plan before the size of microbatches is known; `_put_batch` finds it after the length.
     early = ["training.micro_batch_size=1", *longest]
     checked = check_local_parts(plan_run(draft.resolved(early).recipe, 1))
-    if needs_new_head(checked.problems.messages) and "model.new_head" not in request.given:
+    own_head = "model.new_head" not in request.given
+    if own_head and needs_new_head(draft, checked.problems.messages, _classes(draft, columns)):
         draft.put("model.new_head", True, "the checkpoint has another number of classes")
         lines.append("head      a new one with random weights, since the checkpoint has another number of classes")
         checked = check_local_parts(plan_run(draft.resolved(early).recipe, 1))
@@ -103,6 +104,15 @@ def propose(request: InitRequest, ask: Ask = take_default) -> Proposal:
     lines += [f"note      {note}" for note in (*label_notes, *checked.notes)]
     lines += [f"unchecked {part}" for part in checked.local.unchecked]
     return Proposal(draft.text(), tuple(lines), tuple(checked.problems.messages))
+
+
+def _classes(draft: Draft, columns: Sequence[Column]) -> Sequence[object]:
+    """Return the classes of the data; empty if the task has none."""
+    section = task_sections().get(str(draft.get("task.type")))
+    if section is None or "labels" not in section.model_fields:
+        return ()
+    label = next((column for column in columns if column.name == draft.get("task.label")), None)
+    return draft.get("task.labels") or ([] if label is None else label.names or label.distinct)
 
 
 def _data_lines(draft: Draft, columns: Sequence[Column], number: int, is_whole: bool) -> Iterator[str]:
@@ -153,7 +163,7 @@ def _shape(columns: Sequence[Column], request: InitRequest, ask: Ask, own_notes:
         if shape.columns is None or _may_map(request):
             found.setdefault(shape.type, shape)
     if (kind := request.given.get("task.type")) is not None:
-        return found.get(kind, Shape({"type": kind}, "as given"))
+        return found.get(kind) or _given_type(kind, columns, list(found.values()), request)
     if len(columns[0].values) == 1 and columns[0].kind == "objects":
         raise UsageError(
             f"`{request.source}` holds one object with the rows in it, as files of SQuAD do; write a line for each row:"
@@ -165,14 +175,34 @@ def _shape(columns: Sequence[Column], request: InitRequest, ask: Ask, own_notes:
             " task and its columns, as in task.type=sequence_classification task.text=COLUMN task.label=COLUMN"
             + "".join(f" (note: {note})" for note in own_notes)
         )
-    if problem := unlearnable(columns, next(iter(found.values()))):
+    _require_classes(columns, next(iter(found.values())), request)
+    kinds = list(found)
+    shape = found[ask("task", kinds[0], kinds) if len(kinds) > 1 else kinds[0]]
+    return _with_columns(shape, columns, request, ask) if _has_one_label(shape) and len(columns) > 2 else shape
+
+
+def _require_classes(columns: Sequence[Column], shape: Shape, request: InitRequest) -> None:
+    """Refuse a label that teaches nothing.
+
+    Raises:
+        UsageError: it does not.
+    """
+    if problem := unlearnable(columns, shape):
         raise UsageError(
             f"`{request.source}` has no label to learn: {problem}; correct it, name another column in"
             " task.label=COLUMN, or learn the texts alone by task.type=causal_lm"
         )
-    kinds = list(found)
-    shape = found[ask("task", kinds[0], kinds) if len(kinds) > 1 else kinds[0]]
-    return _with_columns(shape, columns, request, ask) if _has_one_label(shape) and len(columns) > 2 else shape
+
+
+def _given_type(kind: str, columns: Sequence[Column], found: Sequence[Shape], request: InitRequest) -> Shape:
+    """Return a given task that no rule proposes, with the text and the label of another one if it reads such."""
+    section = task_sections().get(kind)
+    if section is not None and {"text", "label"} <= section.model_fields.keys() and found:
+        if other := next(filter(_has_one_label, found), None):
+            keys = {key: other.task[key] for key in ("text", "label")}
+            return replace(other, task={"type": kind, **keys}, why="as given")
+        _require_classes(columns, found[0], request)
+    return Shape({"type": kind}, "as given")
 
 
 def _may_map(request: InitRequest) -> bool:

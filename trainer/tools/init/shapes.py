@@ -265,6 +265,8 @@ def unlearnable(columns: Sequence[Column], shape: Shape) -> str | None:
         return None
     name = shape.task.get("label")
     for column in columns:
+        if not name and column.name.strip().lower() in _LABELS and column.kind in ("object", "objects"):
+            return f"`{column.name}` holds objects; write one of their values as a column"
         is_label = column.name == name if name else column.words & _LABEL_WORDS and column.name != shape.task["text"]
         if is_label and column.kind in (*SCALARS, "empty") and len(column.distinct) < 2:
             only = [json.dumps(value, ensure_ascii=False) for value in column.distinct]
