@@ -1,8 +1,8 @@
-"""Pictures of the README, as SVG: `python -m docs.pictures`, in a clone.
+"""Pictures of the README and the pages: `python -m docs.pictures`, in a clone.
 
 It makes the two comparisons, in some minutes, unless they are in `runs/` already. The browser Chromium draws their
 figures, because Plotly's figures are drawn by a browser. The picture of the terminal is the screen of a run that starts
-here; the terminal emulator pyte of the extra `docs` reads it.
+here; the terminal emulator pyte of the extra `docs` reads it. That of a page is made after a whole run of the sample.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 from urllib.parse import unquote
 
 import plotly.graph_objects as go
+from PIL import Image
 from plotly.offline import get_plotlyjs
 from plotly.subplots import make_subplots
 from rich.console import Console
@@ -37,6 +38,10 @@ from trainer.tools.report.figures import COLOURS, ranges
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs" / "pictures"
 _SECONDS = 120
+_BROWSER = (
+    "chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
+    "--disable-background-networking", "--virtual-time-budget=20000",
+)  # fmt: skip
 _SCRIPT = """Plotly.newPlot(document.body, {figure}).then(drawn => Plotly.toImage(drawn,
   {{format: "svg", width: {width}, height: {height}}})).then(url => {{ document.body.textContent = url; }});"""
 
@@ -84,14 +89,21 @@ def svg_of(figure: go.Figure, width: int, height: int) -> str:
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "page.html"
         page.write_text(f"<body></body><script>{get_plotlyjs()}</script><script>{script}</script>", encoding="utf-8")
-        command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
-        command += ["--disable-background-networking", "--virtual-time-budget=20000"]
         options = [f"--user-data-dir={folder}/browser", "--dump-dom", page.as_uri()]
-        done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=_SECONDS, check=True)
+        done = subprocess.run([*_BROWSER, *options], capture_output=True, text=True, timeout=_SECONDS, check=True)
     found = re.search(r"<body[^>]*>data:image/svg\+xml,(.*?)</body>", done.stdout, re.DOTALL)
     if found is None:
         raise RuntimeError("the browser must draw the figure, but drew nothing; open the page in it for its error")
     return unquote(unescape(found[1])) + "\n"
+
+
+def page_png(page: Path, picture: Path, width: int, height: int) -> None:
+    """Write the top of a page as a picture of some colours, in pixels."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = [f"--user-data-dir={folder}/browser", f"--window-size={width},{height}", f"--screenshot={picture}"]
+        subprocess.run([*_BROWSER, *options, page.resolve().as_uri()], timeout=_SECONDS, check=True)
+    with Image.open(picture) as drawn:
+        drawn.convert("RGB").quantize(48).save(picture, optimize=True)
 
 
 def terminal_svg(command: list[str], size: tuple[int, int], *until: str) -> str:
@@ -158,6 +170,10 @@ def main() -> None:
     run = ["trainer", "run", "bert_sample", "--processes", "2"]
     replace_text(PICTURES / "terminal.svg", terminal_svg(run, (112, 24), "step 450/", "━"))
     print(PICTURES / "terminal.svg")  # noqa: T201
+    for words in ("run bert_sample name=report --processes 2", "report runs/report"):
+        subprocess.run(["trainer", *words.split()], cwd=ROOT, check=True)
+    page_png(ROOT / "runs" / "report" / "report.html", PICTURES / "report.png", 1320, 660)
+    print(PICTURES / "report.png")  # noqa: T201
     for name, source, draw, size in (
         ("layouts", "bert_sample-compare", layouts_figure, (860, 330)),
         ("dropout", "dropout-compare", dropout_figure, (860, 260)),

@@ -72,6 +72,14 @@ def test_yaml_and_json_read_alike(value: object) -> None:
         ("a: *b", "r.yaml:1:4: `*b` names no anchor; put a text that begins with * in quotes"),
         ("a:\n\tb: 1", "r.yaml:2:1: a tab cannot indent a line; use blanks"),
         ("a: @b", "r.yaml:1:4: a text cannot begin with @; put it in quotes"),
+        ("a: !<b", "r.yaml:1:7: a text cannot begin with !; put it in quotes"),
+        ("a: !b!c d", "r.yaml:1:4: a text cannot begin with !; put it in quotes"),
+        ("%YAML x\n---\na: 1", "r.yaml:1:7: a line cannot begin with %; remove it"),
+        ("%TAG ! \n---\na: 1", "r.yaml:1:8: a line cannot begin with %; remove it"),
+        (
+            "a: |0\n  b",
+            "r.yaml:1:5: a text that begins with | or > begins on the next line; write it there, or put it in",
+        ),
         ("a: 'b", "r.yaml:1:6: a text in quotes has no end; close its quotes"),
         ("a: 'it's'", "r.yaml:1:8: the keys of a section must be indented alike, and a value ends before this"),
         ("a: 1\n- 2", "r.yaml:2:1: the items of a list must be indented alike, below their key"),
@@ -83,7 +91,7 @@ def test_yaml_and_json_read_alike(value: object) -> None:
         ("a: !!int 3", "r.yaml:1:4: the tag tag:yaml.org,2002:int is not allowed; write the value without it"),
         ("a: !!python/object/apply:os.system [x]", "r.yaml:1:4: the tag tag:yaml.org,2002:python/object/apply..."),
         ("a: \x01", "r.yaml:1:4: the character U+0001 is not allowed in YAML"),
-        ("? [a]\n: 1", "r.yaml:1:3: a key must be text"),
+        ("? [a]\n: 1", "r.yaml:1:3: a key must be text; put it in quotes"),
         ("a: " + "[" * 5000, "r.yaml:1:67: nested deeper than the limit of 64 levels"),
         ("a: &a [*a]", "r.yaml:1:4: nested deeper than the limit of 64 levels"),
         (

@@ -97,6 +97,8 @@ def parse_yaml(text: str, origin: Origin, scalar: Scalar | None = None) -> tuple
 
 
 _PROBLEMS = {
+    "while (scanning|parsing) a tag|undefined tag handle": "a text cannot begin with !; put it in quotes",
+    "while scanning a (directive|%TAG)|duplicate YAML directive|expected URI": "a line cannot begin with %; remove it",
     "mapping (values|keys) are not allowed here": (
         "a colon with a blank after it makes a key, and none can stand here; put the text in quotes, or begin a line"
     ),
@@ -118,7 +120,7 @@ _PROBLEMS = {
     ),
     "sequence entries are not allowed here": "an item of a list cannot stand here; begin a line with it",
     "expected the node content, but found": "a value is missing here; write it, or null, or put a text in quotes",
-    "expected (chomping or indentation|a comment or a line break)": (
+    "expected (chomping or|indentation indicator|a comment or a line break)": (
         "a text that begins with | or > begins on the next line; write it there, or put it in quotes"
     ),
     "invalid indentation or unclosed": "a bracket or brace has no end; close it",
@@ -127,7 +129,7 @@ _PROBLEMS = {
     "found unknown escape character '(?P<found>.+)'": (
         r"a text in double quotes cannot hold \{found}; use single quotes"
     ),
-    "expected (URI )?escape sequence": "a text in double quotes has half an escape sequence; use single quotes",
+    "expected escape sequence": "a text in double quotes has half an escape sequence; use single quotes",
     "expected (a single document in the stream|'<document start>')|found incompatible YAML document": (
         "the file must hold one document of YAML; remove other text, and lines with `---` or `%`"
     ),
@@ -195,7 +197,9 @@ class _Tree(Reading):
         members: dict[str, Node] = {}
         for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
-                raise yaml.MarkedYAMLError(problem="a key must be text", problem_mark=key_node.start_mark)
+                raise yaml.MarkedYAMLError(
+                    problem="a key must be text; put it in quotes", problem_mark=key_node.start_mark
+                )
             place = self.place(key_node.start_mark)
             key = self.usable(key_node.value, path, place)
             if key == "<<" and key_node.style is None:
