@@ -43,7 +43,14 @@ from trainer.recipe.schema.fields import NOT_BLANK
 from trainer.recipe.strategies import STRATEGIES, Strategy
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.token_labels import TOKEN_METRICS
-from trainer.tools.convert.foreign.tables import ACCELERATE, DEEPSPEED, MEGATRON, TRAINING_ARGUMENTS, Counterpart
+from trainer.tools.convert.foreign.tables import (
+    ACCELERATE,
+    DEEPSPEED,
+    MEGATRON,
+    PROGRAMS,
+    TRAINING_ARGUMENTS,
+    Counterpart,
+)
 from trainer.tools.doctor.table import CHECKS, Check
 from trainer.tools.plan.hardware import known_devices
 
@@ -324,6 +331,13 @@ def _checks() -> str:
 def _check(check: Check) -> str:
     summary, *_ = str(getdoc(check.examine)).split("\n\n")
     return f"- {check.name}: {' '.join(summary.split())}"
+
+
+def _own_rows(*programs: str) -> dict[str, Counterpart]:
+    """Return the rows of programs without the fields of TrainingArguments of the same name and default."""
+    rows = {key: row for program in programs for key, row in PROGRAMS[program].items()}
+    inherited = {key for key, row in TRAINING_ARGUMENTS.items() if key in rows and rows[key].defaults == row.defaults}
+    return {key: row for key, row in rows.items() if row.argument != key or key not in inherited}
 
 
 def _counterparts(table: Mapping[str, Counterpart]) -> str:
@@ -676,6 +690,13 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "activations": _activations,
     "checks": _checks,
     "coming_from_accelerate": lambda: _counterparts(ACCELERATE),
+    "coming_from_axolotl": lambda: _counterparts(_own_rows("axolotl")),
+    "coming_from_llama_factory": lambda: _counterparts(_own_rows("LLaMA-Factory")),
+    "coming_from_sentence_transformers": lambda: _counterparts(_own_rows("SentenceTransformer")),
+    "coming_from_setfit": lambda: _counterparts(_own_rows("SetFit")),
+    "coming_from_trl": lambda: _counterparts(
+        _own_rows("TRL's SFT", "TRL's DPO", "TRL's KTO", "TRL's reward modelling")
+    ),
     "coming_from_deepspeed": lambda: _counterparts(DEEPSPEED),
     "coming_from_megatron": lambda: _counterparts(MEGATRON),
     "coming_from_training_arguments": lambda: _counterparts(TRAINING_ARGUMENTS),

@@ -23,7 +23,7 @@ ACCELERATE = "compute_environment: LOCAL_MACHINE\nnum_processes: 2\n"
         ("ds.json", json.dumps(DEEPSPEED), "DeepSpeed, not a recipe; convert it with: trainer convert"),
         ("rows.CSV", "text,label\na,b\n", "is a file of data, not a recipe; write a recipe for it with: trainer init "),
         ("rows.jsonl.gz", "", "is a file of data, not a recipe; write a recipe for it with: trainer init "),
-        ("axo.yml", AXOLOTL, "is a file of axolotl, not a recipe; the counterparts of its keys: trainer convert "),
+        ("axo.yml", AXOLOTL, "is a file of axolotl, not a recipe; convert it with: trainer convert"),
         ("acc.yaml", ACCELERATE, "is a file of accelerate, not a recipe; convert it with: trainer convert"),
     ],
 )

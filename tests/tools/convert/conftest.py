@@ -9,8 +9,16 @@ import pytest
 
 from tests.helpers.recipes import write_anew
 from trainer.tools.convert.convert import Conversion, convert
+from trainer.tools.convert.foreign.tables import TRAINING_ARGUMENTS, Counterpart
+from trainer.tools.convert.sources import Tool
 
 Write = Callable[..., Path]
+
+
+def own_rows(tool: Tool) -> dict[str, Counterpart]:
+    """Return the rows of a tool without those that a program takes from TrainingArguments as they are."""
+    inherited = {key for key in TRAINING_ARGUMENTS if tool.table.get(key, TRAINING_ARGUMENTS[key]).argument == key}
+    return {key: row for key, row in tool.table.items() if key not in inherited}
 
 
 @pytest.fixture

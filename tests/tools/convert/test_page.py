@@ -20,9 +20,9 @@ def test_examples_give_the_output_of_the_page(
     monkeypatch.chdir(tmp_path)
     for name, content in re.findall(r"^cat > (\S+) <<'EOF'\n(.*?)^EOF$", PAGE, re.DOTALL | re.MULTILINE):
         Path(name).write_text(content, encoding="utf-8")
-    recipe, alone = re.findall(r"^```jsonc\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-    report, alone_report = re.findall(r"^```text\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-    first, second = re.findall(r"^trainer (convert .*)$", PAGE, re.MULTILINE)
+    recipe, alone, program = re.findall(r"^```jsonc\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    report, alone_report, program_report = re.findall(r"^```text\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    first, second, third = re.findall(r"^trainer (convert .*)$", PAGE, re.MULTILINE)
     assert main(first.split()) == ExitCode.DONE
     assert Path("mrpc.json").read_text(encoding="utf-8") == recipe
     assert has_lines(capsys.readouterr().err, report)
@@ -30,6 +30,10 @@ def test_examples_give_the_output_of_the_page(
     shown = capsys.readouterr()
     assert shown.out == alone
     assert has_lines(shown.err, alone_report)
+    assert main(third.split()) == ExitCode.DONE
+    shown = capsys.readouterr()
+    assert shown.out == program
+    assert has_lines(shown.err, program_report)
 
 
 def has_lines(text: str, page: str) -> bool:

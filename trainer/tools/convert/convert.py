@@ -19,10 +19,11 @@ from trainer.recipe.reading.merging import with_default_kinds
 from trainer.recipe.reading.parser import Node, Origin
 from trainer.recipe.schema import Recipe
 from trainer.tools.convert.draft import Draft, Line, Outcome
-from trainer.tools.convert.examples import examples
+from trainer.tools.convert.examples import examples, lengths, smoothing
 from trainer.tools.convert.foreign.values import Todo
 from trainer.tools.convert.layout import layout, offload_and_deepspeed, precision, unread_sections
 from trainer.tools.convert.learning import amount, batch, optimizer, schedule, seed, unread_arguments
+from trainer.tools.convert.programs.table import PROGRAMS
 from trainer.tools.convert.running import running
 from trainer.tools.convert.sources import Tool, read_sources
 
@@ -60,9 +61,9 @@ class Conversion:
             "todo": self.todo,
             "report": [
                 {
-                    "tool": line.item.tool.value,
+                    "tool": (line.item.program or line.item.tool).value,
                     "place": _source(line) if line.item.origin is None else str(line.item.origin),
-                    "key": line.item.key,
+                    "key": line.item.name,
                     "value": line.item.value,
                     "outcome": line.outcome.value,
                     "text": line.text,
@@ -107,13 +108,13 @@ def _rows(lines: Sequence[Line]) -> Iterator[str]:
     for line in lines:
         alike.setdefault((_source(line), line.text), []).append(line)
     for (source, text), group in alike.items():
-        keys = ", ".join(f"{line.item.key} {shown_value(line.item.value)}" for line in group)
+        keys = ", ".join(f"{line.item.name} {shown_value(line.item.value)}" for line in group)
         place = str(group[0].item.origin) if len(group) == 1 and group[0].item.origin else source
         yield f"{place}: {keys} -> {text}"
 
 
 def _source(line: Line) -> str:
-    return line.item.origin.source if line.item.origin else f"default of {line.item.tool.title}"
+    return line.item.origin.source if line.item.origin else f"default of {line.item.title}"
 
 
 def _written(value: Any, indent: str) -> str:
@@ -138,7 +139,11 @@ def convert(
         UsageError: a file cannot be read, or its tool is unknown.
         RecipeError: values are invalid for the tool or for a recipe.
     """
-    draft = Draft(read_sources(files, tool), processes)
+    sources = read_sources(files, tool)
+    program = PROGRAMS.get(sources.program) if sources.program else None
+    if program:
+        program.prepare(sources)
+    draft = Draft(sources, processes)
     unread_sections(draft)
     unread_arguments(draft)
     for topic in (layout, precision, amount):
@@ -146,7 +151,13 @@ def convert(
     draft.convert_rows()
     for topic in (offload_and_deepspeed, batch, optimizer, schedule, seed, running):
         topic(draft)
-    examples(draft, folder)
+    if program:
+        program.convert(draft, folder)
+        lengths(draft)
+        smoothing(draft)
+    else:
+        examples(draft, folder)
+    draft.say(sources.launcher, Outcome.LAUNCHER, "starts the ranks")
     lines = draft.lines()
     recipe = _recipe(draft)
     written = dotted_leaves(recipe)
@@ -160,7 +171,7 @@ def _recipe(draft: Draft) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path, value, asked in draft.values():
         section, _, key = path.partition(".")
-        if isinstance(value, Todo) and section in _FREE_TEXT:
+        if isinstance(value, Todo) and section in _FREE_TEXT and draft.sources.program is None:
             before = f"; {draft.missing[section]}" if section in draft.missing else ""
             draft.missing[section] = f'"{key}": {value.text}{before}'
         elif asked or isinstance(value, Todo) or value != _default(path, draft):
@@ -173,6 +184,11 @@ def _recipe(draft: Draft) -> dict[str, Any]:
         for section in sections:
             inner = inner.setdefault(section, {})
         inner[key] = found[path]
+    for section in filter(lambda value: isinstance(value, dict), recipe.values()):
+        first = {key: section.pop(key) for key in ("type", "source") if key in section}
+        rest = dict(section)
+        section.clear()
+        section.update(first | rest)
     return recipe
 
 

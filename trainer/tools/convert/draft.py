@@ -56,6 +56,10 @@ class _Proposal:
         """Whether it comes only from defaults of the tool."""
         return all(item.is_default for item in self.items)
 
+    @property
+    def is_of_program(self) -> bool:
+        return any(item.program is not None or item.tool.is_program for item in self.items)
+
 
 @dataclass
 class Draft:
@@ -99,11 +103,16 @@ class Draft:
     def convert_rows(self) -> None:
         """Convert each key that has a conversion of its own, unless it is unread.
 
-        An unwritten key of TrainingArguments has its default; those of other tools may follow from TrainingArguments.
+        An unwritten key of TrainingArguments or a program has its default; those of other tools may follow from
+        TrainingArguments.
         """
         for tool in self.sources.files:
-            find = self.sources.get if tool is Tool.TRAINING_ARGUMENTS else self.sources.written
+            has_defaults = tool is Tool.TRAINING_ARGUMENTS or tool.is_program
+            find = self.sources.get if has_defaults else self.sources.written
             for name, row in tool.table.items():
+                default = self.sources.arguments.get(name) if tool is Tool.TRAINING_ARGUMENTS else None
+                if default is not None and row.kind is Kind.RENAMED and not self.sources.written(tool, name):
+                    self.take(str(row.key), default.value, default)
                 if row.value is None or (tool, name) in self._lines:
                     continue
                 item = find(tool, name)
@@ -111,7 +120,7 @@ class Draft:
                     continue
                 key, value = str(row.key), self.read(item, row.value, ...)
                 if isinstance(value, Todo):
-                    self.refuse(key, value.text.replace("{key}", name), item)
+                    self.refuse(key, value.text.replace("{key}", item.name), item)
                 elif isinstance(value, Converted):
                     self.take(key, value.value, item, note=value.note, differs=value.differs)
                 elif value is not ...:
@@ -139,7 +148,7 @@ class Draft:
         try:
             return value(item.value)
         except WrongValueError as error:
-            self._problem(item, f"must be {error}, but is {shown_value(item.value)}")
+            self.problem(item, f"must be {error}, but is {shown_value(item.value)}")
             return fallback
 
     def number(self, item: Item, fallback: float = 0.0) -> float:
@@ -160,7 +169,7 @@ class Draft:
     def refuse_file(self, item: Item, why: str) -> None:
         """Refuse the file because of a key that decides what is learned."""
         rule = f"decides what is learned, and has no counterpart: {why}; remove it to train without it"
-        self._problem(item, rule)
+        self.problem(item, rule)
 
     def _unknown(self, item: Item) -> None:
         if item.value in (None, "", [], {}):  # false and 0 decide as much as other values
@@ -168,12 +177,13 @@ class Draft:
             return
         near = get_close_matches(item.key, item.tool.table, n=1, cutoff=0.8)
         meant = f"did you mean `{near[0]}`? Or" if near else "correct its name, or"
-        rule = f"is not known as a key of {item.tool.title}, and may decide what is learned; {meant}"
-        self._problem(item, f"{rule} remove it to train without it")
+        rule = f"is not known as a key of {item.title}, and may decide what is learned; {meant}"
+        self.problem(item, f"{rule} remove it to train without it")
 
-    def _problem(self, item: Item, rule: str) -> None:
+    def problem(self, item: Item, rule: str) -> None:
+        """Refuse the file because of a key; the rule follows its name."""
         where = f"{item.origin}: " if item.origin else ""
-        self.problems.append(f"{where}`{item.key}` {rule}")
+        self.problems.append(f"{where}`{item.name}` {rule}")
         self.say(item, Outcome.TODO, "invalid")
 
     # Results
@@ -182,7 +192,9 @@ class Draft:
         """Return the value of a key, a `Todo` if its proposals conflict, or `default` if there are none."""
         proposals = self._proposals.get(path, [])
         # A default of one tool does not contradict a key that another file writes.
-        strong = [proposal for proposal in proposals if not proposal.is_weak] or proposals
+        strong = [proposal for proposal in proposals if not proposal.is_weak]
+        # A program's defaults replace those of the Trainer.
+        strong = strong or [proposal for proposal in proposals if proposal.is_of_program] or proposals
         if not strong:
             return default
         first = strong[0]
@@ -248,14 +260,16 @@ class Draft:
             self.say(item, Outcome.SAME, row.note)
         elif item.is_default or (row.kind is Kind.REFUSED and _is_off(item)):
             self.say(item, Outcome.DEFAULT, row.note or f"see `{row.key}`")
+        elif row.kind is Kind.ARGUMENT and item.value is None:
+            self.say(item, Outcome.DEFAULT, "is not set")
         elif row.kind is Kind.REFUSED:
             self.refuse_file(item, row.note)
-        elif row.kind in (Kind.NONE, Kind.SAME):
+        elif row.kind in (Kind.NONE, Kind.SAME) or (row.kind is Kind.ARGUMENT and not row.key):
             self.say(item, Outcome.NONE, row.note)
         elif not item.value:
             self.say(item, Outcome.DEFAULT, f"is not set; see `{row.key}`")
         elif any(key.startswith(f"{item.key}.") for key in item.tool.table):
-            self._problem(item, f"must be an object with keys, but is {shown_value(item.value)}")
+            self.problem(item, f"must be an object with keys, but is {shown_value(item.value)}")
         else:  # other keys decided against it
             self.say(item, Outcome.TODO, f"{LEFT_OUT}: it is `{row.key}` here")
 

@@ -55,12 +55,13 @@ def examples(draft: Draft, folder: Path) -> None:
     glue = _data(draft, folder)
     _task(draft, glue)
     _metrics(draft, glue)
-    _smoothing(draft)
+    smoothing(draft)
     if draft.value("data.source") is None:
         draft.missing["data"] = f"the source of the rows; for example {_EXAMPLES['data']}"
 
 
-def _moved(place: str, folder: Path) -> str:
+def moved(place: str, folder: os.PathLike[str]) -> str:
+    """Return a path relative to the folder of the recipe."""
     return place if os.path.isabs(place) else os.path.relpath(place, folder)
 
 
@@ -68,20 +69,21 @@ def _model(draft: Draft, folder: Path) -> None:
     given = draft.sources.given
     items = draft.sources.all_given(_TA, "model_name_or_path", "model_name")
     for item in items:
-        draft.take("model.name_or_path", _folder_or_name(draft.text(item), folder), item)
+        draft.take("model.name_or_path", folder_or_name(draft.text(item), folder), item)
     if not items:
         draft.missing["model"] = f"for example {_EXAMPLES['model']}"
     if tokenizer := given(_TA, "tokenizer_name"):
-        draft.take("model.tokenizer", _folder_or_name(draft.text(tokenizer), folder), tokenizer)
+        draft.take("model.tokenizer", folder_or_name(draft.text(tokenizer), folder), tokenizer)
     if config := given(_TA, "config_name"):
         draft.say(config, Outcome.NONE, "`model.config` has the configuration as an object, for random weights")
 
 
-def _folder_or_name(name: str, folder: Path) -> str:
+def folder_or_name(name: str, folder: os.PathLike[str]) -> str:
+    """Return a name on the hub, or the path of a folder relative to that of the recipe."""
     if not os.path.isdir(name):
         return name
-    moved = _moved(name, folder)
-    return moved if moved.startswith((".", "/")) else f"./{moved}"
+    path = moved(name, folder)
+    return path if path.startswith((".", "/")) else f"./{path}"
 
 
 def _data(draft: Draft, folder: Path) -> _Glue | None:
@@ -103,7 +105,7 @@ def _data(draft: Draft, folder: Path) -> _Glue | None:
         used = {"validation_file", "dataset_config_name"}
     elif name is not None:
         draft.take("data.source", "hub", name)
-        draft.take("data.name", _folder_or_name(draft.text(name), folder), name)
+        draft.take("data.name", folder_or_name(draft.text(name), folder), name)
         for theirs, ours in splits.items():
             if item := given(_TA, theirs):
                 draft.take(f"data.{ours}", draft.text(item), item)
@@ -117,7 +119,7 @@ def _data(draft: Draft, folder: Path) -> _Glue | None:
     for key in {*splits, "validation_file"} - used:
         draft.unread("other keys name the source of the data", given(_TA, key))
     _held_out(draft)
-    _lengths(draft)
+    lengths(draft)
     return found
 
 
@@ -135,21 +137,25 @@ def _held_out(draft: Draft) -> None:
 def _file(draft: Draft, item: Item, path: str, folder: Path) -> None:
     place = draft.text(item)
     if place.lower().endswith(_FORMATS):
-        draft.take(path, _moved(place, folder), item)
+        draft.take(path, moved(place, folder), item)
     else:
         draft.refuse(path, f"{place} is not one of {', '.join(_FORMATS)}; for plain text write each line as JSON", item)
 
 
-def _lengths(draft: Draft) -> None:
+def lengths(draft: Draft) -> None:
+    """Convert the maximum length and the grouping of rows by length."""
     length = draft.sources.written(_TA, "max_seq_length")
     if length is not None and length.value is not None:
         draft.take("data.max_length", draft.whole(length, 128), length)
-    sampling = draft.sources.written(_TA, "train_sampling_strategy")
+    key = "train_sampling_strategy"
+    sampling = draft.sources.written(_TA, key) or draft.sources.arguments.get(key)
     if sampling is None:
         return
     name = draft.text(sampling, "random")
     if name in ("random", "group_by_length"):
         draft.take("data.group_by_length", name == "group_by_length", sampling)
+    elif name == "sequential" and sampling.is_default:  # of a program
+        draft.say(sampling, Outcome.DIFFERS, "each epoch has another order, from the seed; there that of the file")
     else:
         draft.refuse_file(sampling, "each epoch has another order, from the seed")
 
@@ -200,7 +206,8 @@ def _task(draft: Draft, glue: _Glue | None) -> None:
             draft.take("task.label", draft.text(label), label)
 
 
-def _smoothing(draft: Draft) -> None:
+def smoothing(draft: Draft) -> None:
+    """Convert the smoothing of labels."""
     item = draft.sources.given(_TA, "label_smoothing_factor")
     if item is None:
         return

@@ -103,7 +103,9 @@ def _of_arguments(draft: Draft) -> None:
     if path is not None and isinstance(path.value, str):
         read = "" if any(key.startswith("fsdp_config.") for key in sources.items[_TA]) else None
         _named_file(draft, path, read, "write its keys into this file")
-    words = set(str(item.value).replace(",", " ").split()) if not isinstance(item.value, list) else set(item.value)
+    words = set(str(item.value).replace(",", " ").split())
+    if isinstance(item.value, list):
+        words = set(map(str, item.value))
     shardings = {sharding.lower() for sharding in _SHARDINGS} & words
     strange = words - shardings - {"auto_wrap", "offload", "True", "true"}
     if strange:

@@ -85,7 +85,7 @@ def _accumulation(draft: Draft) -> list[Item]:
 
 def _ranks(draft: Draft) -> int | None:
     item = draft.sources.written(_AC, "num_processes")
-    count = draft.processes
+    count = draft.processes or draft.sources.processes
     if item is not None and count is not None and item.value != count:
         draft.say(item, Outcome.DIFFERS, f"--processes {count} has precedence")
     if count is None and item is not None and item.value is not None and draft.whole(item) > 0:
@@ -242,7 +242,8 @@ def _warmup(draft: Draft, item: Item, shape: str) -> None:
     elif isinstance(total, int):
         value, note = math.ceil(total * amount), f"{amount:g} of {total} steps, rounded up; {shape}"
     else:
-        note = f"the fraction of the steps is rounded to the nearest step, not up; {shape}"
+        way = "down" if item.program is Tool.AXOLOTL else "up"
+        note = f"the fraction of the steps is rounded to the nearest step, not {way}; {shape}"
     draft.take("schedule.warmup", value, item, note=note, differs=True)
 
 

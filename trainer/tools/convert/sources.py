@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -16,7 +18,16 @@ from trainer.base.errors import RecipeError, UsageError
 from trainer.recipe.paths import shown_value
 from trainer.recipe.reading.files import read_file, shown_path
 from trainer.recipe.reading.parser import Node, Origin
-from trainer.tools.convert.foreign.tables import ACCELERATE, DEEPSPEED, FORMATS, TRAINING_ARGUMENTS, Counterpart
+from trainer.tools.convert.command_lines import ENDINGS, Command, read_command
+from trainer.tools.convert.foreign.tables import (
+    ACCELERATE,
+    DEEPSPEED,
+    PROGRAMS,
+    TRAINING_ARGUMENTS,
+    Counterpart,
+    Kind,
+)
+from trainer.tools.convert.secrets import without_secrets
 
 
 class Tool(Enum):
@@ -25,6 +36,15 @@ class Tool(Enum):
     TRAINING_ARGUMENTS = "training-arguments"
     DEEPSPEED = "deepspeed"
     ACCELERATE = "accelerate"
+    AXOLOTL = "axolotl"
+    LLAMA_FACTORY = "llama-factory"
+    TRL_SFT = "trl-sft"
+    TRL_DPO = "trl-dpo"
+    TRL_KTO = "trl-kto"
+    TRL_REWARD = "trl-reward"
+    SENTENCE_TRANSFORMER = "sentence-transformer"
+    CROSS_ENCODER = "cross-encoder"
+    SETFIT = "setfit"
 
     @property
     def title(self) -> str:
@@ -34,12 +54,31 @@ class Tool(Enum):
     def table(self) -> Mapping[str, Counterpart]:
         return _TOOLS[self][1]
 
+    @property
+    def is_program(self) -> bool:
+        """Whether it is a program around the Trainer, with fields of TrainingArguments in its file."""
+        return self.title in PROGRAMS
+
 
 _TOOLS: Mapping[Tool, tuple[str, Mapping[str, Counterpart]]] = {
     Tool.TRAINING_ARGUMENTS: ("TrainingArguments", TRAINING_ARGUMENTS),
     Tool.DEEPSPEED: ("DeepSpeed", DEEPSPEED),
     Tool.ACCELERATE: ("accelerate", ACCELERATE),
+    **dict(zip(list(Tool)[3:], PROGRAMS.items(), strict=True)),
 }
+
+
+def tool_of(name: str | None) -> Tool | None:
+    """Return the tool of a name, as in `--from`.
+
+    Raises:
+        UsageError: there is no such tool.
+    """
+    if name is None or name in [tool.value for tool in Tool]:
+        return Tool(name) if name else None
+    raise UsageError(f"`--from` must be one of {', '.join(tool.value for tool in Tool)}, but is {name}")
+
+
 _OBJECTS = (
     "accelerator_config", "activation_checkpointing_kwargs", "deepspeed", "fsdp_config",
     "gradient_checkpointing_kwargs", "lr_scheduler_kwargs",
@@ -56,11 +95,24 @@ class Item:
     key: str  # dotted, as in the table of the tool
     value: Any
     origin: Origin | None  # None if the key is not written
+    program: Tool | None = None  # the program with this argument of the Trainer
+    written: str = ""  # the key in the file, if it differs
+    defaults: tuple[Any, ...] | None = None  # those of the program, if they differ
+
+    @property
+    def name(self) -> str:
+        """The key as it is written."""
+        return self.written or self.key
+
+    @property
+    def title(self) -> str:
+        return (self.program or self.tool).title
 
     @property
     def row(self) -> Counterpart | None:
         """The row of the key; None if the tool has no such key."""
-        return self.tool.table.get(self.key)
+        row = self.tool.table.get(self.key)
+        return row if row is None or self.defaults is None else replace(row, defaults=self.defaults)
 
     @property
     def is_default(self) -> bool:
@@ -73,8 +125,8 @@ class Item:
         return self.tool is Tool.DEEPSPEED and self.value == "auto"
 
     def __str__(self) -> str:
-        where = str(self.origin) if self.origin else f"default of {self.tool.title}"
-        return f"{self.key} {shown_value(self.value)} ({where})"
+        where = str(self.origin) if self.origin else f"default of {self.title}"
+        return f"{self.name} {shown_value(self.value)} ({where})"
 
 
 @dataclass
@@ -83,6 +135,36 @@ class Sources:
 
     files: dict[Tool, str] = field(default_factory=dict)  # paths for messages
     items: dict[Tool, dict[str, Item]] = field(default_factory=dict)
+    arguments: dict[str, Item] = field(default_factory=dict)  # the program's defaults of TrainingArguments
+    processes: int | None = None  # the ranks of a launcher's command
+    launcher: Item | None = None
+
+    @property
+    def program(self) -> Tool | None:
+        """The program around the Trainer with a file here."""
+        return next((tool for tool in self.files if tool.is_program), None)
+
+    def launched(self, command: Command) -> None:
+        """Add the launcher of a command."""
+        self.processes = command.ranks
+        if command.launcher:
+            text = " ".join(word.text for word in command.launcher)
+            self.launcher = Item(Tool.TRAINING_ARGUMENTS, "launcher", text, command.launcher[0].origin)
+
+    def set_argument(self, key: str, value: Any, item: Item | None = None, stays: bool = False) -> None:
+        """Set the value of a field of TrainingArguments.
+
+        Args:
+            item: the written key that it comes from; None: it is the program's default.
+            stays: whether that key has a further meaning.
+        """
+        tool = Tool.TRAINING_ARGUMENTS
+        if item is None:
+            self.arguments[key] = Item(tool, key, value, None, self.program, "", (value,))
+        else:
+            self.items[tool][key] = Item(tool, key, value, item.origin, self.program, item.name, item.defaults)
+            if item.tool is not tool and not stays:  # else it has two lines in the report
+                del self.items[item.tool][item.key]
 
     def has(self, tool: Tool) -> bool:
         return tool in self.files
@@ -103,9 +185,13 @@ class Sources:
     def get(self, tool: Tool, key: str) -> Item | None:
         """Return the key, or the default of the tool; None without a file of the tool or a default."""
         item = self.written(tool, key)
-        row = tool.table[key]
-        if item is not None or not self.has(tool) or not row.defaults:
+        row = tool.table.get(key)
+        if item is not None or not self.has(tool):
             return item
+        if tool is Tool.TRAINING_ARGUMENTS and key in self.arguments:
+            return self.arguments[key]
+        if row is None or not row.defaults:
+            return None
         return Item(tool, key, row.defaults[0], None)
 
     def inside(self, tool: Tool, section: str) -> list[Item]:
@@ -131,10 +217,19 @@ def read_sources(files: Iterable[Path], tool: Tool | None) -> Sources:
     sources = Sources()
     read = set()
     for file in files:
-        tree, name = _read(file), shown_path(file)
-        _refuse_others(tree, name)
+        given, tree, name = tool, None, shown_path(file)
+        if file.suffix.lower() in ENDINGS:
+            command = read_command(file)
+            given = tool or (Tool(command.tool) if command.tool else None)
+            base = _read(command.file).members if command.file else {}
+            tree = _usable(replace(command.arguments, value={**base, **command.arguments.members}))
+            sources.launched(command)
+            if command.accelerate:
+                _add(sources, Tool.ACCELERATE, _read(command.accelerate), shown_path(command.accelerate))
+        tree = tree or _read(file)
         read.add(os.path.realpath(file))
-        _add(sources, tool or _recognised(tree, name), tree, name)
+        given = given or _recognised(tree, name)
+        _add(sources, given, _without_variables(tree) if given.is_program else tree, name)
     for key, named in list(_named_files(sources)):
         if os.path.realpath(named) in read:
             continue
@@ -149,13 +244,57 @@ def read_sources(files: Iterable[Path], tool: Tool | None) -> Sources:
 def _add(sources: Sources, tool: Tool, tree: Node, name: str) -> None:
     if sources.has(tool):
         raise UsageError(f"{name}: is a second file of {tool.title}, after {sources.files[tool]}; give only one")
+    if tool.is_program and sources.program:
+        raise UsageError(f"{name}: is a file of {tool.title}, after one of {sources.program.title}; give only one")
     sources.files[tool] = name
+    if tool.is_program:
+        _add_program(sources, tool, tree, name)
+        return
     if tool is Tool.TRAINING_ARGUMENTS:
         tree = replace(tree, value={key: _with_object(key, node) for key, node in tree.members.items()})
     _add_items(sources, tool, tree, "")
     inner = tree.members.get("deepspeed")
     if tool is Tool.TRAINING_ARGUMENTS and inner is not None and inner.members:
         _add(sources, Tool.DEEPSPEED, inner, f"{name}, `deepspeed`")
+
+
+def _add_program(sources: Sources, tool: Tool, tree: Node, name: str) -> None:
+    """Add the keys of a program: its own, and those of TrainingArguments under their names there."""
+    rows, arguments = tool.table, {}
+    own: dict[str, Node] = {}
+    for key, node in tree.members.items():
+        row = rows.get(key)
+        # A null is a key left out, as the programs read it; the Trainer has no value for it.
+        if row is None or row.kind is not Kind.ARGUMENT or node.value is None:
+            own[key] = node
+        elif row.argument in arguments:
+            raise RecipeError(f"{node.key_origin or name}: `{key}` is `{row.argument}` too, which is written; keep one")
+        else:
+            arguments[row.argument] = _as_number(node, row)
+    _add_items(sources, tool, replace(tree, value=own), "")
+    for key, row in rows.items():
+        if row.kind is Kind.ARGUMENT and row.defaults and row.defaults != TRAINING_ARGUMENTS[row.argument].defaults:
+            sources.arguments[row.argument] = Item(
+                Tool.TRAINING_ARGUMENTS, row.argument, row.defaults[0], None, tool, key, row.defaults
+            )
+    _add(sources, Tool.TRAINING_ARGUMENTS, replace(tree, value=arguments), name)
+    names = {row.argument: (key, row) for key, row in rows.items() if row.argument and key in tree.members}
+    items = sources.items[Tool.TRAINING_ARGUMENTS]
+    for key, item in items.items():
+        root = key.partition(".")[0]
+        if root in names:
+            written, row = names[root]
+            inner = key.removeprefix(root)
+            items[key] = replace(item, program=tool, written=written + inner, defaults=None if inner else row.defaults)
+
+
+def _as_number(node: Node, row: Counterpart) -> Node:
+    """Return the number in a text, for a key with a number as its default: the programs read both."""
+    default = row.defaults[0] if row.defaults else None
+    if isinstance(node.value, str) and isinstance(default, int | float) and not isinstance(default, bool):
+        with suppress(ValueError):
+            return replace(node, value=float(node.value) if not node.value.isdigit() else int(node.value))
+    return node
 
 
 def _with_object(key: str, node: Node) -> Node:
@@ -210,36 +349,37 @@ def _named_files(sources: Sources) -> Iterator[tuple[str, Path]]:
 
 def _recognised(tree: Node, name: str) -> Tool:
     """Return the tool of the file from keys that only this tool has."""
+    keys = set(tree.members)
+    base = [tool for tool in Tool if not tool.is_program]
+    programs = [tool for tool in Tool if tool.is_program]
+    marks = {key for key in keys if not any(key in tool.table for tool in base)}
+    scores = {tool: (len(marks & tool.table.keys()), len(keys & tool.table.keys())) for tool in programs}
+    best = max(scores.values())
+    # Arguments of the Trainer with one key of a program are a mistake of the key.
+    if best[0] and best[1] > max(len(keys & tool.table.keys()) for tool in base):
+        likely = [tool for tool, score in scores.items() if score == best]
+        if len(likely) == 1:
+            return likely[0]
+        titles = " or ".join(tool.title for tool in likely)
+        options = " or ".join(f"--from {tool.value}" for tool in likely)
+        raise UsageError(f"{name}: may be a file of {titles}, which differ; select it with {options}")
     found = {}
-    for tool in Tool:
-        own = {key for key in tree.members if _is_of_one(key, tree.members[key], tool)}
+    for tool in base:
+        own = {key for key in tree.members if _is_of_one(key, tree.members[key], base, tool)}
         if own:
             found[tool] = sorted(own)
     if len(found) == 1:
         return next(iter(found))
     choices = ", ".join(f"--from {tool.value}" for tool in found or Tool)
     if not found:
-        raise UsageError(f"{name}: has no key that only TrainingArguments, DeepSpeed or accelerate have; use {choices}")
+        raise UsageError(f"{name}: has no key that only one tool has; select the tool with one of {choices}")
     clash = " and ".join(f"{tool.title} (`{keys[0]}`)" for tool, keys in found.items())
     raise UsageError(f"{name}: has keys of {clash}; select the tool with one of {choices}")
 
 
-def _refuse_others(tree: Node, name: str) -> None:
-    """Refuse a file of a tool that is not read, with the counterpart of each key that decides what it trains."""
-    known = [key for key in tree.members if not any(key in tool.table for tool in Tool)]
-    found = {title: [key for key in known if key in table] for title, table in FORMATS.items()}
-    title, keys = max(found.items(), key=lambda entry: len(entry[1]))
-    if keys:
-        raise RecipeError(
-            f"{name}: is a file of {title}, which `trainer convert` does not read: its other keys and their defaults"
-            " decide what is learned too; write a recipe by hand. Keys that show the tool:",
-            *(f"{tree.members[key].key_origin or name}: `{key}` {FORMATS[title][key]}" for key in keys),
-        )
-
-
-def _is_of_one(key: str, node: Node, tool: Tool) -> bool:
-    """Return whether only this tool has the key; an object belongs to the tool that has keys in it."""
-    owners = [other for other in Tool if key in other.table]
+def _is_of_one(key: str, node: Node, tools: Sequence[Tool], tool: Tool) -> bool:
+    """Return whether only this one of the tools has the key; an object belongs to the tool that has keys in it."""
+    owners = [other for other in tools if key in other.table]
     if len(owners) > 1:
         owners = [other for other in owners if bool(node.members) == any(k.startswith(f"{key}.") for k in other.table)]
     return owners == [tool]
@@ -254,13 +394,44 @@ def _read(file: Path) -> Node:
     node, problems = read_file(file, _as_accelerate)
     if problems:
         raise RecipeError(*map(str, problems))
+    return _usable(node, shown_path(file))
+
+
+def _usable(node: Node, name: str = "") -> Node:
+    """Return the tree without secrets."""
     if not node.members:
-        raise UsageError(f"{shown_path(file)}: must be an object with keys, but is {shown_value(node.plain())}")
-    return node
+        raise UsageError(f"{name or node.origin}: must be an object with keys, but is {shown_value(node.plain())}")
+    return without_secrets(node)
+
+
+def _without_variables(tree: Node) -> Node:
+    """Return the tree of a program, unless a value is a variable, which the program replaces."""
+    problems = [
+        f"{node.key_origin or node.origin}: `{key}` has a variable, {shown_value(node.value)}; write its value"
+        for key, node in _texts("", tree)
+        if "${" in str(node.value)
+    ]
+    if problems:
+        raise RecipeError(*problems)
+    return tree
+
+
+def _texts(path: str, node: Node) -> Iterator[tuple[str, Node]]:
+    inner = node.value.items() if isinstance(node.value, dict) else []
+    items = enumerate(node.value) if isinstance(node.value, list) else inner
+    for key, member in items:
+        yield from _texts(f"{path}.{key}" if path else str(key), member)
+    if isinstance(node.value, str):
+        yield path, node
+
+
+_EXPONENT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+")
 
 
 def _as_accelerate(node: yaml.ScalarNode) -> bool | int | float | str | None:
-    """Return the value of a scalar by YAML 1.1, as accelerate reads its file; a date is text."""
+    """Return the value of a scalar by YAML 1.1, as the tools read their files; a date is text, 1e-4 a number."""
+    if node.style is None and _EXPONENT.fullmatch(node.value):
+        return float(node.value)
     # Of PyYAML, only the types of plain scalars are used; no tag makes an object.
     loader = yaml.SafeLoader("")
     tag = loader.resolve(yaml.ScalarNode, node.value, (node.style is None, True))

@@ -6,9 +6,9 @@ from trainer.recipe.reading.keys import known_keys
 from trainer.tools.convert.foreign.tables import (
     ACCELERATE,
     DEEPSPEED,
-    FORMATS,
     LORA_CONFIG,
     MEGATRON,
+    PROGRAMS,
     TRAINING_ARGUMENTS,
     counterpart,
     offload_note,
@@ -23,9 +23,9 @@ TABLES = {
 }
 
 
-@pytest.mark.parametrize("tool", [*TABLES, *FORMATS])
+@pytest.mark.parametrize("tool", [*TABLES, *PROGRAMS])
 def test_every_row_has_a_key_or_a_reason(tool: str) -> None:
-    for spelling, row in (TABLES | FORMATS)[tool].items():
+    for spelling, row in (TABLES | PROGRAMS)[tool].items():
         if row.key is None:
             assert row.note, spelling
         else:

@@ -8,9 +8,10 @@ the value (`by`), with its argument. `$NAME` is a note of `notes.json`, or of `_
 Messages of the core on unknown keys and on files of other tools come from here too: the module is registered as
 `other_tools`.
 
-Tests compare names and defaults with the pinned versions of transformers, accelerate and DeepSpeed. Megatron-LM is not
-a dependency, so no test compares its flags. The formats are those that `trainer convert` does not read; they have the
-keys that decide what such a file trains and that no other table has.
+Tests compare names and defaults with the pinned versions of transformers, accelerate, DeepSpeed and TRL, and with lists
+of the keys of axolotl, LLaMA-Factory, sentence-transformers and SetFit. Megatron-LM is not a dependency, so no test
+compares its flags. Programs around the Trainer have rows of the kind `argument`: the name of the field of
+TrainingArguments, and the program's own default of it.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Kind(Enum):
     SAME = "same behaviour"  # if the value is one of the defaults
     LAUNCHER = "set by the launcher"
     REFUSED = "no counterpart, and decides the training: the file is refused"
+    ARGUMENT = "an argument of the Trainer"
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Counterpart:
     kind: Kind
     defaults: tuple[Any, ...]  # values with the same effect as leaving the key out; the tool's default is first
     value: values.Value | None = None  # None: the value is the same, or depends on several keys
+    argument: str = ""  # the field of TrainingArguments with this value
 
     def is_default(self, value: object) -> bool:
         """Return whether the value has the same effect as leaving the key out."""
@@ -98,6 +101,9 @@ def _row(fields: Mapping[str, Any]) -> Counterpart:
     kind = next(kind for kind in Kind if kind.name.lower() in fields)
     has_key = kind in (Kind.RENAMED, Kind.MAPPED)
     text = fields[kind.name.lower()]
+    if kind is Kind.ARGUMENT:
+        row = TRAINING_ARGUMENTS[text]
+        return replace(row, kind=kind, argument=text, value=None, defaults=tuple(fields.get("defaults", row.defaults)))
     # A converted recipe must not name a key that no schema has.
     if has_key and "*" not in text and text not in known_keys():
         note = f"`{text}` is a key of a feature that is not installed"
@@ -163,8 +169,38 @@ TRAINING_ARGUMENTS = {
 """All of these, and arguments of the example scripts of transformers, such as run_glue.py and run_mlm.py."""
 
 
-FORMATS = {tool: rows | _of_features(tool) for tool, rows in _sections("formats").items()}
-"""Tables of formats that `trainer convert` refuses, by the name of the tool."""
+_INHERITED = FIELDS | {
+    key: row for key, row in TRAINING_ARGUMENTS.items() if key.startswith("fsdp_config.") or key in OLD_NAMES
+}
+
+
+def _program(name: str, *sections: str, inherits: bool = True) -> Table:
+    """Return the rows of a program around the Trainer.
+
+    Args:
+        sections: The sections of its file; none: all of them.
+        inherits: Whether the program takes every field of TrainingArguments by its own name.
+    """
+    tables = _sections(name)
+    rows = {key: row for section in sections or tables for key, row in tables[section].items()}
+    if not inherits:
+        return rows
+    inherited = {key: replace(row, kind=Kind.ARGUMENT, argument=key, value=None) for key, row in _INHERITED.items()}
+    return inherited | rows
+
+
+PROGRAMS: dict[str, Table] = {
+    "axolotl": _program("axolotl", inherits=False),
+    "LLaMA-Factory": _program("llama_factory"),
+    "TRL's SFT": _program("trl", "all", "sft"),
+    "TRL's DPO": _program("trl", "all", "preferences", "dpo"),
+    "TRL's KTO": _program("trl", "all", "preferences", "kto"),
+    "TRL's reward modelling": _program("trl", "all", "preferences", "reward"),
+    "SentenceTransformer": _program("sentence_transformers"),
+    "CrossEncoder": _program("sentence_transformers"),
+    "SetFit": _program("setfit", inherits=False),
+}
+"""Tables of programs around the Trainer, by their names in messages."""
 
 SPELLINGS = _sections("spellings")["keys"] | _of_features("keys")
 """Keys that are no key of a tool, but that users write; `trainer convert` does not read them."""
@@ -187,7 +223,7 @@ def _spellings() -> Table:
     return {_normal(spelling): row for table in tables for spelling, row in table.items()}
 
 
-_OF_FILES = {"TrainingArguments": TRAINING_ARGUMENTS, "DeepSpeed": DEEPSPEED, "accelerate": ACCELERATE}
+_OF_FILES = {"TrainingArguments": TRAINING_ARGUMENTS, "DeepSpeed": DEEPSPEED, "accelerate": ACCELERATE} | PROGRAMS
 """Tables of files that `trainer convert` reads."""
 
 
@@ -212,14 +248,10 @@ def file_problem(keys: Set[str], file: str) -> str | None:
         keys: the first parts of the keys, at least one.
         file: the path of the file, for a command.
     """
-    tables = _OF_FILES | {tool: {**TRAINING_ARGUMENTS, **table} for tool, table in FORMATS.items()}
-    known = {tool: len(keys & {key.partition(".")[0] for key in table}) for tool, table in tables.items()}
+    known = {tool: len(keys & {key.partition(".")[0] for key in table}) for tool, table in _OF_FILES.items()}
     best = max(known, key=known.__getitem__)
     # Tools share names such as `seed`, so a few known keys prove nothing.
     if 2 * known[best] <= len(keys):
         return None
-    command = f"trainer convert {shlex.quote(file)}"
-    fix = f"the counterparts of its keys: {command}"
-    if best in _OF_FILES:
-        fix = f"convert it with: {command} --output recipe.json"
-    return f"is a file of {best}, not a recipe; {fix}"
+    command = f"trainer convert {shlex.quote(file)} --output recipe.json"
+    return f"is a file of {best}, not a recipe; convert it with: {command}"

@@ -1,0 +1,1 @@
+"""Programs around the Trainer of transformers: the keys beyond TrainingArguments."""

@@ -1,0 +1,196 @@
+"""Data sets of LLaMA-Factory: `dataset`, `eval_dataset` and the entries of `dataset_info.json`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.recipe.reading.files import read_file, shown_path
+from trainer.tools.convert.draft import Draft, Outcome
+from trainer.tools.convert.programs.rows import Columns, RowSet, chat, held_share, take_rows
+from trainer.tools.convert.sources import Item, Tool
+
+_LF = Tool.LLAMA_FACTORY
+_INFO = "dataset_info.json"
+_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
+_TAGS = {
+    "role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt",
+    "observation_tag": "observation", "function_tag": "function_call", "system_tag": "system",
+}  # fmt: skip
+_ROLES = {
+    "user_tag": "user", "assistant_tag": "assistant", "observation_tag": "tool", "function_tag": "tool_calls",
+    "system_tag": "system",
+}  # fmt: skip
+_KNOWN = ("file_name", "hf_hub_url", "formatting", "ranking", "subset", "split", "columns", "tags", "num_samples")
+_MEDIA = ("images", "videos", "audios")
+
+
+def rows(draft: Draft, folder: Path, stage: str) -> None:
+    """Convert `dataset`, `eval_dataset` and `val_size`.
+
+    Args:
+        stage: pt, sft, dpo, kto or rm.
+    """
+    sources = draft.sources
+    item, tests, share = (sources.given(_LF, key) for key in ("dataset", "eval_dataset", "val_size"))
+    place, mixing, shares = (sources.get(_LF, key) for key in ("dataset_dir", "mix_strategy", "interleave_probs"))
+    if item is None:
+        draft.missing["data"] = "the rows: `dataset` is missing"
+        draft.unread("dataset is missing", tests, share, place)
+        return
+    assert place is not None
+    if mixing is not None and mixing.value != "concat":
+        draft.refuse_file(mixing, "every row counts once, or data.mixture gives each file its share of an epoch")
+    draft.unread("mix_strategy is concat", shares)
+    info = _info(draft, place, item)
+    if place.origin is not None:
+        draft.say(place, Outcome.CONVERTED, "the folder of the files in `data`")
+    if info is None:
+        draft.unread("the rows are not known", tests, share)
+        return
+    train = _sets(draft, item, info, str(place.value), stage)
+    held = _sets(draft, tests, info, str(place.value), stage) if tests is not None else []
+    if not train or (tests is not None and not held):
+        return
+    if tests is not None:
+        draft.unread("eval_dataset has precedence", share)
+        take_rows(draft, folder, train, held, item, tests)
+    else:
+        take_rows(draft, folder, train, held_share(draft, share), item, *([share] if share else []))
+        if share is None:
+            strategy = sources.get(Tool.TRAINING_ARGUMENTS, "eval_strategy")
+            if strategy is not None and strategy.value != "no":
+                draft.override("evaluation.every", None, strategy, note="there are no validation rows")
+
+
+def _info(draft: Draft, place: Item, item: Item) -> dict[str, Any] | None:
+    """Return the entries of `dataset_info.json`, which lies relative to the current folder or to the file."""
+    if not isinstance(place.value, str):
+        draft.problem(place, "must be the folder of dataset_info.json")
+        return None
+    if place.value == "ONLINE":
+        names = item.value if isinstance(item.value, list) else draft.text(item).split(",")
+        return {name.strip(): {"hf_hub_url": name.strip()} for name in names}
+    origin = item.origin
+    for base in (Path(), *([origin.folder] if origin else [])):
+        file = base / place.value / _INFO
+        if file.is_file():
+            node, problems = read_file(file)
+            draft.problems += map(str, problems)
+            found = node.plain()
+            if isinstance(found, dict):
+                return {name: entry for name, entry in found.items() if isinstance(entry, dict)}
+            draft.problems.append(f"{shown_path(file)}: must be an object of data sets")
+            return None
+    text = f"{place.value}/{_INFO}, which describes the rows, does not exist; copy it there, and convert again"
+    draft.refuse("data.train", text, item)
+    return None
+
+
+def _sets(draft: Draft, item: Item, info: Mapping[str, Any], place: str, stage: str) -> list[RowSet]:
+    """Return the data sets of a key; an empty list after a problem."""
+    names = item.value if isinstance(item.value, list) else draft.text(item).split(",")
+    found = []
+    for name in (str(name).strip() for name in names):
+        entry = info.get(name)
+        if entry is None:
+            draft.problem(item, f"names {name}, which is not in {place}/{_INFO}; add it there")
+            return []
+        problem = _problem(entry, stage)
+        if problem:
+            draft.problem(item, f"names {name}, whose entry in {_INFO} {problem}")
+            return []
+        columns = _columns(entry, stage)
+        if columns is None:
+            draft.problem(item, f"names {name}, whose entry in {_INFO} has no columns for stage {stage}; correct it")
+            return []
+        split = str(entry.get("split") or "train")
+        if "hf_hub_url" in entry:
+            keys = {"subset": str(entry["subset"])} if entry.get("subset") else {}
+            found.append(RowSet((), str(entry["hf_hub_url"]), keys, split, columns))
+        else:
+            found.append(RowSet((os.path.join(place, str(entry.get("file_name"))),), "", {}, split, columns))
+    return found
+
+
+def _problem(entry: Mapping[str, Any], stage: str) -> str:
+    """Return the problem of an entry whose rows cannot be read alike."""
+    strange = [key for key in entry if key not in _KNOWN and not key.endswith(("_hub_url", "_hub_sha"))]
+    columns = entry.get("columns") or {}
+    if strange or not isinstance(columns, dict) or not isinstance(entry.get("tags") or {}, dict):
+        return f"has {', '.join(strange) or 'columns'} without a counterpart; remove it"
+    if media := [key for key in _MEDIA if columns.get(key)]:
+        return f"has {', '.join(media)}: models of text and images are not supported"
+    if entry.get("num_samples"):
+        return "has num_samples, which decides what is learned; name a file with these rows"
+    if "hf_hub_url" not in entry and "file_name" not in entry:
+        return "names no file and no data set of the Hugging Face hub; write its rows into a file"
+    if entry.get("formatting", "alpaca") not in ("alpaca", "sharegpt", "openai"):
+        return f"has the formatting {entry['formatting']}; write alpaca, sharegpt or openai"
+    if stage in ("dpo", "rm") and not entry.get("ranking"):
+        return f"has no ranking, which stage {stage} needs; add it, and the columns chosen and rejected"
+    return ""
+
+
+def _columns(entry: Mapping[str, Any], stage: str) -> Columns | None:
+    """Return the columns of the task; None: the entry does not name them."""
+    given = entry.get("columns")
+    # Without `columns`, all have their defaults; beside others, a column that is left out is none.
+    columns: dict[str, str | None] = dict(_COLUMNS) if given is None else dict(given)
+    if entry.get("formatting", "alpaca") == "alpaca":
+        return _of_alpaca(columns, stage)
+    return _of_chats(entry, columns, stage)
+
+
+def _of_alpaca(columns: Mapping[str, str | None], stage: str) -> Columns | None:
+    prompt, query, response = columns.get("prompt"), columns.get("query"), columns.get("response")
+    if not prompt:
+        return None
+    question = f"{{{prompt}}}[\n{{{query}}}]" if query else f"{{{prompt}}}"
+    if stage == "pt":
+        return {"text": question if query else prompt}
+    before = [{"role": "system", "content": f"[{{{columns['system']}}}]"}] if columns.get("system") else []
+    if columns.get("history"):
+        before.append({"role": "turns", "content": str(columns["history"])})
+    asked = [*before, {"role": "user", "content": question}]
+    tools = {"tools": str(columns["tools"])} if columns.get("tools") else {}
+
+    def answer(column: str | None) -> list[dict[str, str]]:
+        return [{"role": "assistant", "content": f"{{{column}}}"}]
+
+    if stage in ("dpo", "rm"):
+        chosen, rejected = columns.get("chosen"), columns.get("rejected")
+        return (
+            {"prompt": asked, "chosen": answer(chosen), "rejected": answer(rejected)} if chosen and rejected else None
+        )
+    if stage == "kto":
+        tag = columns.get("kto_tag")
+        return {"prompt": asked, "completion": answer(response), "label": tag} if tag and response else None
+    return {"messages": [*asked, *answer(response)]} | tools if response else None
+
+
+def _of_chats(entry: Mapping[str, Any], columns: Mapping[str, str | None], stage: str) -> Columns | None:
+    tags = dict(_TAGS) if entry.get("tags") is None else entry["tags"]
+    role, content = tags.get("role_tag"), tags.get("content_tag")
+    messages = columns.get("messages")
+    if not (role and content and messages) or stage == "pt":
+        return None
+    roles = {str(tags[tag]): ours for tag, ours in _ROLES.items() if tags.get(tag)}
+    if entry.get("formatting") == "openai":
+        roles = {name: ours for name, ours in roles.items() if ours != "tool_calls"}
+
+    def read(column: str, system: str | None = None) -> Any:
+        return chat(column, role, content, roles, system)
+
+    tools = {"tools": str(columns["tools"])} if columns.get("tools") else {}
+    if stage in ("dpo", "rm"):
+        chosen, rejected = columns.get("chosen"), columns.get("rejected")
+        if not (chosen and rejected):
+            return None
+        return {"prompt": read(messages, columns.get("system")), "chosen": read(chosen), "rejected": read(rejected)}
+    if stage == "kto":
+        tag = columns.get("kto_tag")
+        return {"completion": read(messages, columns.get("system")), "label": tag} if tag else None
+    return {"messages": read(messages, columns.get("system"))} | tools
