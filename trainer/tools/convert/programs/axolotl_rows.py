@@ -42,6 +42,7 @@ def rows(draft: Draft, folder: Path, kind: str) -> None:
             draft.refuse_file(inputs, "prompts are not trained; for texts without a prompt, use the type completion")
     if item is None or not item.value:
         draft.missing["data"] = "the rows: `datasets` is missing"
+        draft.unread("datasets is missing", tests, share, sources.written(_AX, "excess_length_strategy"))
         return
     train = _sets(draft, item, kind)
     held = _sets(draft, tests, kind) if tests is not None else []
@@ -57,6 +58,8 @@ def rows(draft: Draft, folder: Path, kind: str) -> None:
     if kind == "chats" and strategy is not None and strategy.value != "truncate":
         text = "axolotl leaves rows with more than sequence_len tokens out; here they are cut at `data.max_length`"
         draft.say(item if strategy.origin is None else strategy, Outcome.DIFFERS, text)
+    elif strategy is not None:
+        draft.say(strategy, Outcome.SAME, "longer rows are cut at `data.max_length`")
 
 
 def _evaluation(draft: Draft, has_rows: bool) -> None:

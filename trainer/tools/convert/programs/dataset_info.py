@@ -38,7 +38,7 @@ def rows(draft: Draft, folder: Path, stage: str) -> None:
     place, mixing, shares = (sources.get(_LF, key) for key in ("dataset_dir", "mix_strategy", "interleave_probs"))
     if item is None:
         draft.missing["data"] = "the rows: `dataset` is missing"
-        draft.unread("dataset is missing", tests, share, place)
+        draft.unread("dataset is missing", tests, share, place, mixing, shares)
         return
     assert place is not None
     if mixing is not None and mixing.value != "concat":

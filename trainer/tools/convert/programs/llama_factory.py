@@ -97,6 +97,7 @@ def _adapter(draft: Draft) -> bool:
             draft.say(kind, Outcome.CONVERTED, "no `model.adapter`: all weights are trained")
     bits = {draft.whole(bit): bit} if bit is not None else {}
     method = draft.sources.written(_LF, "quantization_method")
+    draft.unread("it is bitsandbytes, or no weight is quantised", method)
     if method is not None and not method.is_default and bits:
         draft.refuse_file(method, "model.quantization is of the form of bitsandbytes")
     quantization(draft, bits, get(_LF, "double_quantization"), get(_LF, "quantization_type"), on)

@@ -193,6 +193,7 @@ def _rows(draft: Draft, tool: Tool, columns: Columns, folder: Path) -> None:
             draft.say(train, Outcome.CONVERTED, f"`data.train` {train.value}")
     else:
         draft.missing["data"] = "the rows: `dataset_name` is missing"
+        draft.unread("dataset_name is missing", config, train)
         for key, column in columns.items():
             draft.take(f"task.{key}", column, Item(tool, "method", tool.value, None))
 
