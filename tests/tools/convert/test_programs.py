@@ -225,6 +225,13 @@ def test_sets_of_several_shapes_have_a_map_each(write: Write):
         ({"path": "a.jsonl", "type": "chat_template", "train_on_eos": "all"}, "has `train_on_eos`, which"),
         ({"type": "completion"}, r"has no path in datasets\[0\]; write it"),
         ({"path": "a.jsonl", "type": "completion", "shards": 4}, "has `shards`, which decides"),
+        (
+            {"path": "a.jsonl", "type": "chat_template", "roles": ["a"]},
+            r"wrong type in datasets\[0\]: roles; correct it",
+        ),
+        ({"path": "a.jsonl", "type": {"format": 5}}, r"wrong type in datasets\[0\]: format; correct it"),
+        ({"path": "a.jsonl", "type": "completion", "data_files": 5}, r"in datasets\[0\]: data_files; correct it"),
+        ({"path": 3, "type": "completion"}, r"in datasets\[0\]: path; correct it"),
     ],
 )
 def test_sets_of_axolotl_that_cannot_be_read_alike_are_refused(write: Write, entry: dict[str, Any], words: str):

@@ -78,6 +78,9 @@ def _sets(draft: Draft, item: Item, kind: str) -> list[RowSet]:
         return []
     found = []
     for place, entry in enumerate(item.value):
+        if wrong := _wrong(entry):
+            draft.problem(item, f"has a wrong type in {item.key}[{place}]: {wrong}; correct it")
+            return []
         columns = _columns(draft, item, entry, kind, f"{item.key}[{place}]")
         loaded = _loaded(draft, item, entry, f"{item.key}[{place}]")
         if columns is None or loaded is None:
@@ -85,6 +88,29 @@ def _sets(draft: Draft, item: Item, kind: str) -> list[RowSet]:
         files, name, keys = loaded
         found.append(RowSet(files, name, keys, str(entry.get("split") or "train"), columns))
     return found
+
+
+def _wrong(entry: Mapping[str, Any]) -> str:
+    """Return the first key with a value of a wrong type."""
+    kind = entry.get("type")
+    texts = dict(entry) | (kind if isinstance(kind, dict) else {})
+    for key, value in texts.items():
+        if value is None or key in ("type", "trust_remote_code", "split_thinking", "drop_system_message"):
+            continue
+        if key == "message_property_mappings":
+            right = isinstance(value, dict) and all(isinstance(name, str) for name in value.values())
+        elif key == "roles":
+            right = isinstance(value, dict) and all(isinstance(names, list) for names in value.values())
+        elif key == "data_files":
+            right = isinstance(value, str) or (isinstance(value, list) and all(isinstance(name, str) for name in value))
+        else:
+            right = isinstance(value, str) or not key.startswith(
+                ("path", "split", "name", "field", "format", "ds_type")
+            )
+            right = right and (isinstance(value, str) or not key.endswith(("_format", "prompt", "_role", "_content")))
+        if not right:
+            return key
+    return ""
 
 
 def _loaded(

@@ -137,7 +137,7 @@ def _task(draft: Draft) -> str:
     history, accuracy = draft.sources.given(_LF, "mask_history"), draft.sources.given(_LF, "compute_accuracy")
     if name == "sft" and history is not None and draft.flag(history):
         draft.take("task.train_on", "last", history)
-    if _TYPES[name] == "causal_lm" and accuracy is not None and draft.flag(accuracy):
+    if name in ("pt", "sft") and accuracy is not None and draft.flag(accuracy):
         draft.take("task.metrics", ["perplexity", "accuracy"], accuracy)
     else:
         draft.unread("the metrics are those of the task", accuracy)
@@ -146,7 +146,7 @@ def _task(draft: Draft) -> str:
         for key in ("pref_loss", "pref_beta", "simpo_gamma", "kto_chosen_weight", "kto_rejected_weight")
     }
     smoothing = draft.sources.written(_LF, "dpo_label_smoothing")
-    if _TYPES[name] != "preference":
+    if name not in ("dpo", "kto"):
         draft.unread(f"stage is {name}", *loss.values(), smoothing)
         return name
     _loss(draft, name, loss, smoothing)
