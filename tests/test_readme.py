@@ -72,6 +72,7 @@ ELSEWHERE = {
     ),
     "trainer push exported/bert_sample me/bert-sample": "tests/tools/test_push.py::def test_the_verb_sends",
     "trainer doctor": "tests/tools/doctor/test_doctor.py::test_this_machine_has_no_problem",
+    "trainer doctor --verbose": "tests/tools/doctor/test_finding.py::test_lines",
     "trainer doctor --json": "tests/tools/doctor/test_doctor.py::test_this_machine_has_no_problem",
 }
 """Commands that would run these tests again, or take long: the file that covers each, and where in it."""
