@@ -44,44 +44,50 @@ wait $other; other=$?
 exit $other
 """
 RAY = """
-# Stands in for Ray: an actor is an object, and each of its calls a thread.
+# Stands in for Ray Train: a worker is a thread.
+import socket
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace as Module
 
-calls = ThreadPoolExecutor()
+place, shared, meeting = threading.local(), {}, threading.Barrier(2)
 
 
-class Actor:
-    def __init__(self, made):
-        self.made = made
-
-    def __getattr__(self, name):
-        return Module(remote=lambda *arguments: calls.submit(getattr(self.made, name), *arguments))
-
-
-def remote(num_cpus, num_gpus, max_concurrency):
-    return lambda kind: Module(options=lambda scheduling_strategy: Module(remote=lambda: Actor(kind())))
+def broadcast_from_rank_zero(value):
+    if place.number == 0:
+        shared["value"] = value
+    meeting.wait(60)
+    return shared["value"]
 
 
-def placement_group(bundles, strategy):
-    assert (bundles, strategy) == ([{"CPU": 1, "GPU": 1}] * 2, "STRICT_SPREAD")
-    return Module(wait=lambda seconds: True)
+class DataParallelTrainer:
+    def __init__(self, function, scaling_config, run_config):
+        assert scaling_config == Module(
+            num_workers=2, use_gpu=True, resources_per_worker={"CPU": 1, "GPU": 1}, placement_strategy="STRICT_SPREAD"
+        )
+        assert run_config.failure_config == Module(max_failures=0)
+        self.function = function
+
+    def work(self, number):
+        place.number = number
+        return self.function()
+
+    def fit(self):
+        with ThreadPoolExecutor() as workers:
+            return Module(return_value=[*workers.map(self.work, range(2))][0])
 
 
-def get(found):
-    return [one.result() for one in found] if isinstance(found, list) else found.result()
-
-
-def init():
-    pass
+def get_runtime_context():
+    return Module(get_job_id=lambda: "job", get_node_id=lambda: str(place.number))
 
 
 util = Module(get_node_ip_address=lambda: "127.0.0.1")
-sys.modules["ray.util"] = util
-sys.modules["ray.util.placement_group"] = Module(placement_group=placement_group)
-placed = lambda group, placement_group_bundle_index: placement_group_bundle_index
-sys.modules["ray.util.scheduling_strategies"] = Module(PlacementGroupSchedulingStrategy=placed)
+train = Module(FailureConfig=Module, RunConfig=Module, ScalingConfig=Module)
+train.get_context = lambda: Module(get_world_rank=lambda: place.number)
+sys.modules["ray.train"] = train
+sys.modules["ray.train.collective"] = Module(broadcast_from_rank_zero=broadcast_from_rank_zero)
+sys.modules["ray.train.v2.api.data_parallel_trainer"] = Module(DataParallelTrainer=DataParallelTrainer)
 """
 SCONTROL = """#!/bin/sh
 echo "$@" >> "$PROGRAM_FOLDER/requeued"
@@ -296,7 +302,7 @@ def test_every_file_of_launchers_is_started_by_a_test():
         "cluster_training_runtime.yaml",
     }  # parts of others, and equal to trainjob's
     assert {name for name in files if f"/{name}'" not in repr(CASES)} == of_clusters
-    assert {name for name, kind in KINDS.items() if kind.file.endswith(".j2")} == {*OF_CLUSTERS, "ray"}
+    assert {name for name, kind in KINDS.items() if kind.file.endswith(".j2")} == {*OF_CLUSTERS, "ray", "hf-jobs"}
 
 
 @pytest.mark.slow

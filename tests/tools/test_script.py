@@ -25,7 +25,7 @@ from trainer.base.errors import ExitCode
 from trainer.cli import main
 from trainer.cli.launch_script import Target
 from trainer.recipe.reading.loading import load_recipe
-from trainer.tools.script import KINDS, Options, write_launch_script
+from trainer.tools.script import _HF_FLAVORS, KINDS, Options, write_launch_script
 
 LAUNCHERS = ROOT / "launchers"
 SCHEMAS = Path(__file__).parent / "schemas"
@@ -61,6 +61,9 @@ def written(*arguments: str, capsys: pytest.CaptureFixture[str], code: int = 0) 
 def options_of(target: str) -> list[str]:
     hosts = ["--hosts", "node0,node1,node2,node3"] if "hosts" in KINDS[target].options else []
     mapped = ["--map", ".=/runs/data"] if "map" in KINDS[target].options else []
+    if target == "hf-jobs":
+        place = ["--accelerator", "A100", "--time", "4h", "--claim", "me/runs", "--container", "registry/trainer:1"]
+        return ["--on", target, "--nodes", "1", "--gpus", "8", *mapped, *place]
     accelerator = ["--accelerator", "H100"] if "accelerator" in KINDS[target].options else []
     return ["--on", target, "--nodes", "4", "--gpus", "8", *hosts, *mapped, *accelerator]
 
@@ -159,6 +162,8 @@ def test_written_scripts_are_valid(target, here, capsys):
         return
     checked_shell(file)
     assert os.access(file, os.X_OK)
+    if target == "hf-jobs":
+        return
     (arguments,) = re.findall(r"^ARGUMENTS=.*$", text, re.MULTILINE)
     read = subprocess.run(
         ["bash", "-c", f'{arguments}; printf "%s\\0" "${{ARGUMENTS[@]}}"', "x", "a b"], text=True, capture_output=True
@@ -305,6 +310,52 @@ def test_the_runtime_of_a_whole_cluster_starts_the_pods_of_a_trainjob(here, caps
     assert set(ended.stdout.splitlines()) == {f"{rank} of 4 at first: run recipe a b" for rank in (2, 3)}
 
 
+def test_the_program_of_the_hub_takes_a_job(here, capsys):
+    """Its dry run checks the options, and shows the job without sending it."""
+    words = ["--restarts", "2", "model.tokenizer=.", "task.text=größe $(id) 'x\\"]
+    (here / "job").write_text(written("reviews.json", *options_of("hf-jobs"), *words, capsys=capsys))
+    checked_shell(here / "job")
+    for name in ("hf", "trainer"):
+        (here / name).write_text('#!/bin/sh\nprintf "%s\\0" "$@"\n')
+        (here / name).chmod(0o755)
+    path = f"{here}{os.pathsep}{os.environ['PATH']}"
+    sent = run(["bash", here / "job", "--detach"], PATH=path).stdout.split("\0")[:-1]
+    shown = run([Path(sys.executable).parent / "hf", *sent, "--dry-run"], HF_TOKEN="hf_secret")
+    assert (shown.returncode, "(dry run) Job not submitted." in shown.stdout) == (0, True), shown
+    assert "hf_secret" not in shown.stdout
+    at = sent.index("registry/trainer:1")
+    options, (program, _, script, _, *arguments) = dict(zip(sent[2:at:2], sent[3:at:2], strict=False)), sent[at + 1 :]
+    expected = {"--name": "my-reviews", "--flavor": "a100x8", "--timeout": "4h", "--secrets": "HF_TOKEN"}
+    assert expected.items() <= options.items()
+    assert "hf://buckets/me/runs:/runs" in sent[:at]
+
+    (recipe,) = (word.removeprefix("RECIPE=") for word in sent[:at] if word.startswith("RECIPE="))
+    own = script.replace("/tmp/recipe.json", "of_job.json")
+    ended = run([program, "-c", own, "trainer", *arguments], cwd=here, PATH=path, RECIPE=recipe)
+    expected = ["run", "of_job.json", *arguments, "--processes", "8", "--max-restarts", "2"]
+    assert ended.stdout.split("\0")[:-1] == expected
+    assert json.loads((here / "of_job.json").read_text())["task"]["text"] == "größe $(id) 'x\\"
+    (here / "of_job.json").write_text(recipe.replace("/runs/data", "."))
+    there = load_recipe("of_job.json", arguments).recipe.checkpoint
+    assert (there.folder, there.mirror) == ("/tmp/runs/my-reviews", "/runs/my-reviews")
+
+
+def test_the_flavors_are_those_of_the_hub():
+    from huggingface_hub import JobHardware
+
+    assert {one.value for one in JobHardware if not one.value.startswith("cpu")} == set(_HF_FLAVORS)
+    numbers = {name: int(match[1]) for name in _HF_FLAVORS if (match := re.search(r"x(\d+)$", name))}
+    assert {name: _HF_FLAVORS[name][1] for name in numbers} == numbers
+    assert {number for name, (_, number) in _HF_FLAVORS.items() if name not in numbers} == {1}
+
+
+def test_skypilot_chooses_among_several_gpus(capsys):
+    words = ["--on", "skypilot", "--nodes", "2", "--gpus", "8", "--accelerator", "L40S,H100"]
+    resources = manifests(written("bert_base_mrpc", *words, capsys=capsys))["SkyPilot"]["resources"]
+    assert resources["any_of"] == [{"accelerators": "L40S:8"}, {"accelerators": "H100:8"}]
+    assert "accelerators" not in resources
+
+
 def test_a_shipped_recipe_goes_to_pods_by_its_name(here, capsys):
     text = written(
         "bert_sample",
@@ -330,6 +381,7 @@ def test_a_shipped_recipe_goes_to_pods_by_its_name(here, capsys):
 
 SLURM, TORCHRUN, JOB = (f"--on {target} --nodes 2 --gpus 8" for target in ("slurm", "torchrun", "kubernetes"))
 POD = f"{JOB} --map .=/runs/d"
+HUB = "--on hf-jobs --map .=/runs/d --claim me/runs"
 REFUSED = {
     "a batch that does not divide": ("--on slurm --nodes 3 --gpus 5", "`training.global_batch_size` must be divisible"),
     "a degree that does not fit": (f"{SLURM} parallel.tensor=5", "`parallel.tensor` must divide the 16"),
@@ -361,6 +413,17 @@ REFUSED = {
     "a name": (f"{JOB} --name 'My Job'", "--name must be at most 40 lowercase letters"),
     "a queue": (f"{JOB} --queue a/b", "--queue must be at most 40 lowercase letters"),
     "no accelerator": ("--on skypilot --nodes 2 --gpus 8 --map .=/runs/d", "--on skypilot needs the name of the GPU"),
+    "one accelerator twice": ("--on skypilot --nodes 2 --gpus 8 --accelerator H100,H100", "several different ones"),
+    "two machines of the hub": (f"{HUB} --nodes 2 --gpus 8 --time 4h", "--nodes must be 1 with --on hf-jobs, but is 2"),
+    "a time of Slurm": (f"{HUB} --nodes 1 --gpus 8 --time 4:00:00", "needs a time limit such as --time 4h"),
+    "no time": (f"{HUB} --nodes 1 --gpus 8", "needs a time limit such as --time 4h, in s, m, h or d, but has none"),
+    "no bucket": ("--on hf-jobs --nodes 1 --gpus 8 --time 4h --claim runs", "--claim OWNER/BUCKET, but has runs"),
+    "no flavor": (f"{HUB} --nodes 1 --gpus 2 --time 4h --accelerator L4", "those with their GPUs: l4x1 (1), l4x4 (4)"),
+    "two flavors": (f"{HUB} --nodes 1 --gpus 1 --time 4h --accelerator T4", "GPUs: t4-small (1), t4-medium (1)"),
+    "a GPU that the hub lacks": (
+        f"{HUB} --nodes 1 --gpus 1 --time 4h --accelerator B200",
+        "is B200; flavors: t4-small",
+    ),
     "data that pods lack": (JOB, "which pods do not have; copy it"),
     "a map": (f"{JOB} --map .=/data", "--map must be HERE=THERE"),
     "a folder of this machine": (f"{JOB} --map .=/runs/d checkpoint.folder=x", "`checkpoint.folder` must lie in /runs"),

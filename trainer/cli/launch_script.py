@@ -12,8 +12,9 @@ from trainer.base.terminal import say, say_text
 from trainer.cli.options import OverridesArgument, RecipeArgument, count, output_option, value
 
 Target = Literal[
-    "slurm", "kubernetes", "jobset", "trainjob", "pytorchjob", "skypilot", "ray", "torchrun", "deepspeed", "accelerate"
-]
+    "slurm", "kubernetes", "jobset", "trainjob", "pytorchjob", "skypilot", "ray", "hf-jobs", "torchrun", "deepspeed",
+    "accelerate",
+]  # fmt: skip
 """The targets of `launch-script`; a test compares them with its table."""
 
 
@@ -33,7 +34,7 @@ def launch_script(
     output: Annotated[Path | None, output_option("The file to write; it must be new.")] = None,
     name: Annotated[str | None, typer.Option(help="Of the job; default: the recipe's.")] = None,
     cpus: Annotated[int | None, count("CPU cores for each GPU; default: 8.")] = None,
-    time: Annotated[str | None, value("Time limit (slurm).", "4:00:00")] = None,
+    time: Annotated[str | None, value("Time limit (slurm, hf-jobs).", "4:00:00|4h")] = None,
     partition: Annotated[str | None, typer.Option(help="To ask for (slurm).")] = None,
     account: Annotated[str | None, typer.Option(help="To charge (slurm).")] = None,
     container: Annotated[
@@ -41,9 +42,14 @@ def launch_script(
     ] = None,
     venv: Annotated[str | None, value("Virtual environment that holds trainer.", "FOLDER")] = None,
     hosts: Annotated[str | None, value("Names of the machines, the first one first.", "A,B,...")] = None,
-    claim: Annotated[str | None, value("PersistentVolumeClaim for runs; default: trainer-runs.", "NAME")] = None,
+    claim: Annotated[
+        str | None,
+        value("PersistentVolumeClaim for runs, or bucket of the hub (hf-jobs); default: trainer-runs.", "NAME"),
+    ] = None,
     queue: Annotated[str | None, typer.Option(help="Local queue of Kueue, which admits the job as a whole.")] = None,
-    accelerator: Annotated[str | None, value("GPU to ask for (skypilot).", "H100")] = None,
+    accelerator: Annotated[
+        str | None, value("GPU to ask for (skypilot, hf-jobs); skypilot takes the cheapest of several.", "H100,...")
+    ] = None,
     folder_map: Annotated[
         list[str] | None, value("A folder of this machine, and where pods find it in /runs.", "HERE=THERE", "--map")
     ] = None,

@@ -37,6 +37,18 @@ _MEMORY_PER_GPU_GIB = 32
 _MOST_LETTERS = 40  # of a name: a JobSet adds 23 at most, and a pod may have 63
 _POD_NAME = re.compile(rf"[a-z]([-a-z0-9]{{0,{_MOST_LETTERS - 2}}}[a-z0-9])?")
 _ACCELERATOR = re.compile(r"[A-Za-z][\w.-]*")
+_HF_TIME = re.compile(r"[1-9][0-9]*[smhd]")
+_HF_BUCKET = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
+_MIRROR_KEY = "checkpoint.mirror"
+_HF_FLAVORS = {
+    **{"t4-small": ("t4", 1), "t4-medium": ("t4", 1), "l4x1": ("l4", 1), "l4x4": ("l4", 4)},
+    **{"l40sx1": ("l40s", 1), "l40sx4": ("l40s", 4), "l40sx8": ("l40s", 8)},
+    **{"a10g-small": ("a10g", 1), "a10g-large": ("a10g", 1), "a10g-largex2": ("a10g", 2), "a10g-largex4": ("a10g", 4)},
+    **{"a100-large": ("a100", 1), "a100x4": ("a100", 4), "a100x8": ("a100", 8)},
+    **{"h200": ("h200", 1), "h200x2": ("h200", 2), "h200x4": ("h200", 4), "h200x8": ("h200", 8)},
+    **{f"rtx-pro-6000{end}": ("rtxpro6000", number) for end, number in (("", 1), ("x2", 2), ("x4", 4), ("x8", 8))},
+}
+"""The flavors of Hugging Face Jobs with GPUs: the name of the GPU, without hyphens, and their number."""
 _BY_HAND = "NODE_RANK=0 bash {file}  # on each node, with its own number"
 _TOGETHER = "bash {file}  # on each node"
 _ANY_TIME = "bash {file}  # on each node, now or later"
@@ -322,21 +334,74 @@ def _pytorchjob(file: str, job: _Job) -> str:
 
 
 def _skypilot(file: str, job: _Job) -> str:
-    accelerator = job.options.accelerator
-    if accelerator is None or not _ACCELERATOR.fullmatch(accelerator):
+    accelerators = (job.options.accelerator or "").split(",")
+    if not all(map(_ACCELERATOR.fullmatch, accelerators)) or len(set(accelerators)) < len(accelerators):
         raise UsageError(
-            f"--on skypilot needs the name of the GPU: --accelerator H100, but has {accelerator or 'none'};"
-            " `sky gpus list` shows the names"
+            "--on skypilot needs the name of the GPU, or several different ones with commas between them: --accelerator"
+            f" L40S,H100, but has {job.options.accelerator or 'none'}; `sky gpus list` shows the names"
         )
     values = _pod_values(job)
     values |= {"image": _yaml(f"docker:{json.loads(values['image'])}"), "arguments": shlex.join(values["arguments"])}
-    return _rendered(file, job, **values, accelerator=accelerator, restarts=job.options.restarts or 0)
+    return _rendered(file, job, **values, accelerators=accelerators, restarts=job.options.restarts or 0)
 
 
 def _ray(file: str, job: _Job) -> str:
     venv = job.options.venv and os.path.abspath(os.path.expanduser(job.options.venv))
     return _rendered(
-        file, job, arguments=repr([job.recipe, *job.overrides]), folder=repr(os.getcwd()), venv=repr(venv or "")
+        file,
+        job,
+        arguments=repr([job.recipe, *job.overrides]),
+        folder=repr(os.getcwd()),
+        venv=repr(venv or ""),
+        restarts=job.options.restarts or 0,
+    )
+
+
+def _hf_job(file: str, job: _Job) -> str:
+    options, folder = job.options, job.resolved.recipe.checkpoint.folder
+    if job.nodes > 1:
+        raise UsageError(f"--nodes must be 1 with --on hf-jobs, but is {job.nodes}; use another target for more")
+    if options.time is None or not _HF_TIME.fullmatch(options.time):
+        raise UsageError(
+            f"--on hf-jobs needs a time limit such as --time 4h, in s, m, h or d, but has {options.time or 'none'};"
+            " without one, Hugging Face chooses it"
+        )
+    if options.claim is None or not _HF_BUCKET.fullmatch(options.claim):
+        raise UsageError(
+            "--on hf-jobs needs a bucket of the hub for the checkpoints and the model: --claim OWNER/BUCKET, but has"
+            f" {options.claim or 'none'}; `hf buckets create` makes one"
+        )
+    recipe, arguments = _recipe_for_pods(job, _maps(options.map or ()))
+    there = _shared_folder(folder)
+    # A bucket may lack locks and renames, so the run has a folder of the machine.
+    arguments[arguments.index(f"{_FOLDER_KEY}={there}")] = f"{_FOLDER_KEY}=/tmp{there}"
+    if job.resolved.origins.get(_MIRROR_KEY, DEFAULT) == DEFAULT:
+        arguments.append(f"{_MIRROR_KEY}={there}")
+    words = {
+        "name": options.name or _shortened(job, r"[^a-z0-9]+"),
+        "flavor": _flavor(options.accelerator, job.gpus),
+        "time": options.time,
+        "volume": f"hf://buckets/{options.claim}:{RUNS}",
+        "image": _image(options.container or ""),
+        "recipe": recipe,
+    }
+    quoted = {name: shlex.quote(word) for name, word in words.items()}
+    return _rendered(file, job, **quoted, arguments=shlex.join(arguments), restarts=options.restarts or 0)
+
+
+def _flavor(accelerator: str | None, gpus: int) -> str:
+    """Return the flavor of Hugging Face Jobs with so many GPUs of a name, or the flavor that is named itself."""
+    name = re.sub(r"[^a-z0-9]", "", (accelerator or "").lower())
+    of_name = {
+        flavor: number for flavor, (gpu, number) in _HF_FLAVORS.items() if name in (gpu, flavor.replace("-", ""))
+    }
+    found = [flavor for flavor, number in of_name.items() if number == gpus]
+    if len(found) == 1:
+        return found[0]
+    known = ", ".join(f"{flavor} ({number})" for flavor, number in of_name.items()) or ", ".join(_HF_FLAVORS)
+    raise UsageError(
+        f"--accelerator must name one flavor of Hugging Face Jobs with --gpus {gpus}, but is {accelerator or 'none'};"
+        f" {'those with their GPUs' if of_name else 'flavors'}: {known}"
     )
 
 
@@ -492,7 +557,13 @@ KINDS: dict[str, _Kind] = {
     "skypilot": _Kind(
         "skypilot.yaml.j2", _NODE_OPTIONS | {"accelerator", "restarts"}, _skypilot, "sky jobs launch {file}"
     ),
-    "ray": _Kind("ray_job.py.j2", frozenset({"cpus", "venv"}), _ray, "ray job submit -- python {file}"),
+    "ray": _Kind("ray_job.py.j2", frozenset({"cpus", "venv", "restarts"}), _ray, "ray job submit -- python {file}"),
+    "hf-jobs": _Kind(
+        "hf_job.sh.j2",
+        frozenset({"name", "time", "container", "claim", "map", "accelerator", "restarts"}),
+        _hf_job,
+        "bash {file}",
+    ),
     "torchrun": _Kind(
         "torchrun_multi_node.sh", _SHELL_OPTIONS | {"restarts"}, partial(_shell, _fill_torchrun), _BY_HAND
     ),
