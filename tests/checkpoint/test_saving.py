@@ -137,7 +137,6 @@ class TestIdentity:
             ({"optimizer": {"learning_rate": 2e-3}}, "`optimizer.learning_rate` was 0.001 and is 0.002"),
             ({"training": {"seed": 1}}, "`training.seed` was 42 and is 1"),
             ({"training": {"global_batch_size": 24}}, "`training.global_batch_size` was 12 and is 24"),
-            ({"training": {"max_steps": 40}}, "`training.max_steps` was 20 and is 40"),
             ({"schedule": {"name": "cosine"}}, "`schedule.name` was 'linear' and is 'cosine'"),
             ({"precision": "bf16"}, "`precision` was 'fp32' and is 'bf16'"),
             ({"model": {"dropout": 0.3}}, "`model.dropout` was None and is 0.3"),

@@ -69,6 +69,7 @@ Kind = Literal[
     "rank",  # a context manager around the job of a local rank, in its process, for `around`
     "launcher",  # a `LauncherFeature` (`ranks/environment.py`), with the prefix of its variables
     "elastic",  # an `ElasticLaunch` (`recipe/elastic_launch.py`), by its key
+    "resumption",  # reconciles a training with a checkpoint whose identity differs (`checkpoint/saving.py`)
     "tier",  # a `TierFeature` (`checkpoint/registered.py`), by its key
     "observer",  # an `ObserverBuilder` (`observe/builders.py`), by the key or environment variable that asks for it
     "callbacks",  # the `Callbacks` (`observe/observer.py`) of the objects that `trainer.run` gets

@@ -77,15 +77,3 @@ def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> str:
         if was.get(key) != now.get(key)
     ]
     return listed(differing, _MOST, "; ") if differing else ""
-
-
-def remedy(saved: Mapping[str, Any], present: Mapping[str, Any]) -> str:
-    """Return the remedy for differences."""
-    was, now = dotted_leaves(saved), dotted_leaves(present)
-    text = "Give the run another `name` or `checkpoint.folder`, or restore the values"
-    if all(was.get(key) == now.get(key) for key in ("training.epochs", "training.max_steps")):
-        return text
-    return (
-        f"{text}. The learning-rate schedule spans the whole training, so a longer one is a new run: set"
-        " `model.name_or_path` to the model of this run and name another folder"
-    )

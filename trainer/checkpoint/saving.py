@@ -10,10 +10,11 @@ from typing import Any, Literal
 from torch import Tensor
 
 from trainer.base.errors import UsageError
+from trainer.base.extensions import sole
 from trainer.base.text import listed
 from trainer.checkpoint.counters import Progress
 from trainer.checkpoint.format import Facts, SavedBoxes, snapshot
-from trainer.checkpoint.identity import FROZEN_WEIGHTS, differences, is_partly_frozen, remedy
+from trainer.checkpoint.identity import FROZEN_WEIGHTS, differences, is_partly_frozen
 from trainer.checkpoint.tier import Found, Tier, gather_shapes
 from trainer.engine.engine import Engine
 from trainer.engine.results import SKIPPED_STEPS
@@ -34,6 +35,7 @@ class Saved:
     identity: Mapping[str, Any]
     origin: Mapping[str, Any] = field(default_factory=dict)
     model_files: Mapping[str, bytes] = field(default_factory=dict)
+    steps_per_epoch: int = 1
 
 
 class Saver:
@@ -102,8 +104,7 @@ class Saver:
                     " remove `checkpoints` there"
                 )
             # The checks follow the verification, since the facts of a damaged checkpoint say nothing.
-            self._refuse_another_training(state)
-            notes += self._compare_model(state)
+            notes += [*self._compare_training(state), *self._compare_model(state)]
             try:
                 tier.load(state, self._engine)
             except ValueError as error:
@@ -216,10 +217,15 @@ class Saver:
             self._frozen = joined(self._mesh.all_gather(own_digest((state or self._engine.state()).frozen())))
         return {**present, "model": {**present["model"], FROZEN_WEIGHTS: self._frozen}}
 
-    def _refuse_another_training(self, state: SavedBoxes) -> None:
-        was, now = state.facts.identity, self._identity()
-        if others := differences(was, now):
-            raise UsageError(f"{state.folder} belongs to another training: {others}. {remedy(was, now)}")
+    def _compare_training(self, state: SavedBoxes) -> list[str]:
+        """Refuse another training, and return notes on differences that change nothing."""
+        present, notes = self._identity(), list[str]()
+        if differences(state.facts.identity, present) and (reconcile := sole("resumption")):
+            present, notes = reconcile(state, present, self._saved.steps_per_epoch)
+        if others := differences(state.facts.identity, present):
+            fix = "Give the run another `name` or `checkpoint.folder`, or restore the values"
+            raise UsageError(f"{state.folder} belongs to another training: {others}. {fix}")
+        return notes
 
     def _compare_model(self, state: SavedBoxes) -> list[str]:
         """Refuse another model, by names and shapes: `model.name_or_path` is not part of the identity.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 from trainer.base.errors import RecipeError
@@ -159,7 +160,13 @@ class RunPlan:
 
     def total_steps(self, num_rows: int) -> int:
         """Return the optimizer steps of the whole training, at which the schedule ends."""
-        return self.recipe.training.max_steps or self.recipe.training.epochs * self.steps_per_epoch(num_rows)
+        return last_step(self.recipe.training, self.steps_per_epoch(num_rows))
+
+
+def last_step(training: Any, steps_per_epoch: int) -> int:
+    """Return the optimizer steps of a training of these keys; a part of a step counts as one."""
+    # By its digits, because 0.1 times 30 is above 3 for floats.
+    return training.max_steps or math.ceil(Fraction(str(training.epochs)) * steps_per_epoch)
 
 
 def _layout(parallel: Parallel, world_size: int, local_world_size: int) -> Layout:

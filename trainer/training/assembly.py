@@ -279,6 +279,7 @@ def assemble(
         identity(recipe, data.train_hash, beside, loaded.facts),
         {"recipe": recipe.model_dump(mode="json"), "layout": plan.layout.sizes, "versions": versions()},
         model_files,
+        plan.steps_per_epoch(data.num_train_rows),
     )
     # After `identity`, which hashes the buffers as they were built.
     engine = build_engine(built, task, mesh, plan, plan.total_steps(data.num_train_rows), loaded.loss)

@@ -31,8 +31,8 @@ _ENDINGS: dict[Ending, tuple[ExitCode, str | None]] = {
     "finished": (ExitCode.DONE, None),
     "already_finished": (
         ExitCode.DONE,
-        "already finished; nothing to train. To train further, start a run in another `checkpoint.folder` with this"
-        " model in `model.name_or_path`; it has a schedule of its own",
+        "already finished; nothing to train. To train further, raise the number of steps, or start a run in another"
+        " `checkpoint.folder` with this model in `model.name_or_path`",
     ),
     "patience": (ExitCode.DONE, "no better evaluation within `evaluation.patience`"),
     "already_out_of_patience": (

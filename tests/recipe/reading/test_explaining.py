@@ -73,11 +73,21 @@ def test_files_are_strict_on_lists(problems: Callable[..., list[str]], minimal: 
     [
         (
             'training.epochs="3"',
-            '`training.epochs` must be an integer of at least 1, but is "3"; write 3 without quotes',
+            '`training.epochs` must be an integer of at least 1, or a number above 0, but is "3"; write 3 without'
+            " quotes",
         ),
-        ("training.epochs=3.0", "`training.epochs` must be an integer of at least 1, but is 3.0; write 3"),
-        ("training.epochs=true", "`training.epochs` must be an integer of at least 1, but is true"),
-        ("training.epochs=null", "`training.epochs` must be an integer of at least 1, but is null"),
+        (
+            "training.global_batch_size=3.0",
+            "`training.global_batch_size` must be an integer of at least 1, but is 3.0; write 3",
+        ),
+        (
+            "training.epochs=true",
+            "`training.epochs` must be an integer of at least 1, or a number above 0, but is true",
+        ),
+        (
+            "training.global_batch_size=null",
+            "`training.global_batch_size` must be an integer of at least 1, but is null",
+        ),
         ("data.num_workers=65", "`data.num_workers` must be an integer of at least 0 and at most 64, but is 65"),
         ("training.max_grad_norm=0", "`training.max_grad_norm` must be a number above 0, or null, but is 0"),
         (

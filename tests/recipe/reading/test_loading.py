@@ -247,7 +247,8 @@ def test_all_problems_are_reported_at_once_in_the_order_of_the_file(problems: Ca
         "r.json:4:12: `model.name_or_path` is missing; set it, or `model.config` for random weights",
         "r.json:5:62: `data.train` must be text that is not blank, but is null",
         "r.json:5:86: `data.subset` is a duplicate key in one object; first at r.json:5:68",
-        'r.json:6:26: `training.epochs` must be an integer of at least 1, but is "3"; write 3 without quotes',
+        'r.json:6:26: `training.epochs` must be an integer of at least 1, or a number above 0, but is "3"; write 3'
+        " without quotes",
         "r.json:6:31: `training.epoch` is not a key; did you mean `training.epochs`?",
         "r.json:6:76: `training.stop_at_step` must be at most `training.max_steps` 10, but is 20",
         "r.json:6:88: `training.seed` must be a finite number, but is NaN",
@@ -267,7 +268,7 @@ def test_problems_of_all_files_are_reported_with_their_file(problems: Callable[.
         "r.json:1:1: `model` is missing",
         "r.json:1:1: `data` is missing",
         f'r.json:1:51: `parallel.strategy` must be one of {json.dumps(list(STRATEGIES))[1:-1]}, but is "dpp"',
-        "base.json:1:25: `training.epochs` must be an integer of at least 1, but is 0",
+        "base.json:1:25: `training.epochs` must be an integer of at least 1, or a number above 0, but is 0",
         "base.json:1:50: `precision` is a duplicate key in one object",
         "command line: `training.seed` must be an integer of at least 0 and below 9223372036854775808, but is -1",
     ]

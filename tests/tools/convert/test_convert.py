@@ -53,11 +53,7 @@ ARGUMENTS: list[tuple[dict[str, Any], str, Any]] = [
     ({"max_steps": 100}, "training.max_steps", 100),
     ({"max_steps": 100, "num_train_epochs": 1.5}, "training.epochs", ...),
     ({"num_train_epochs": 2.0}, "training.epochs", 2),
-    (
-        {"num_train_epochs": 1.5},
-        "training.max_steps",
-        "TODO: 1.5 epochs end inside an epoch; write ceil(1.5 x the steps of an epoch)",
-    ),
+    ({"num_train_epochs": 1.5}, "training.epochs", 1.5),
     ({"bf16": True}, "precision", "bf16"),
     ({"fp16": True}, "precision", "fp16"),
     ({"optim": "adamw_torch"}, "optimizer.name", ...),
@@ -528,7 +524,7 @@ def test_a_converted_recipe_passes_check(write: Write, tmp_path: Path):
 
 
 def test_a_recipe_that_lacks_something_does_not_pass_check(write: Write, capsys):
-    write({"output_dir": "x", "num_train_epochs": 0.5})
+    write({"output_dir": "x", "num_train_epochs": 0})
     assert main(["convert", "args.json", "--output", "r.json", "--processes", "1"]) == ExitCode.DONE
     assert main(["check", "r.json"]) == ExitCode.USER
     shown = capsys.readouterr().err

@@ -14,8 +14,8 @@ from trainer.recipe.schema.section import Contradiction, Section, clash
 class Training(Section):
     """Length of the training, batch size, clipping and seed."""
 
-    epochs: Annotated[int, Field(ge=1)] = 3
-    """Passes over the training split."""
+    epochs: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0)] = 3
+    """Passes over the training split, also 0.5 or 2.5; part of a step counts as one."""
     max_steps: Annotated[int, Field(ge=1)] | None = None
     """Total optimizer steps, at which the schedule ends; null: those of all epochs."""
     stop_at_step: Annotated[int, Field(ge=1)] | None = None

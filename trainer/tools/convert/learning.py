@@ -122,11 +122,10 @@ def amount(draft: Draft) -> None:
     elif epochs is not None:
         draft.say(steps, Outcome.SAME, "the number of epochs applies")
         number = draft.number(epochs, 3.0)
-        if number == int(number) and number > 0:
-            draft.take("training.epochs", int(number), epochs)
+        if number > 0:
+            draft.take("training.epochs", int(number) if number == int(number) else number, epochs)
         else:
-            text = f"{number:g} epochs end inside an epoch; write ceil({number:g} x the steps of an epoch)"
-            draft.refuse(_STEPS, text, epochs)
+            draft.refuse(_STEPS, f"{number:g} epochs train nothing; write the number of steps", epochs)
 
 
 # Optimizer

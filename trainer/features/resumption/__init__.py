@@ -1,0 +1,1 @@
+"""Longer trainings of the same run, and checkpoints from before a key existed."""
