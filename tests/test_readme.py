@@ -71,6 +71,12 @@ ELSEWHERE = {
         "tests/tools/certify/test_verifying.py::def test_as_a_user"
     ),
     "trainer push exported/bert_sample me/bert-sample": "tests/tools/test_push.py::def test_the_verb_sends",
+    "kubectl apply --server-side -f launchers/cluster_training_runtime.yaml": (
+        "tests/tools/test_script.py::def test_the_runtime_of_a_whole_cluster_starts_the_pods_of_a_trainjob"
+    ),
+    "kubectl get trainjob reviews -o jsonpath='{.status.trainerStatus}'": (
+        "tests/features/kubeflow/test_progress.py::def test_a_run_reports_by_its_environment_alone"
+    ),
     "trainer doctor": "tests/tools/doctor/test_doctor.py::test_this_machine_has_no_problem",
     "trainer doctor --verbose": "tests/tools/doctor/test_finding.py::test_lines",
     "trainer doctor --json": "tests/tools/doctor/test_doctor.py::test_this_machine_has_no_problem",
