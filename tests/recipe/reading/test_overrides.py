@@ -68,7 +68,7 @@ def test_overrides_are_reported_together(problems: Callable[..., list[str]], min
     reported = problems(minimal, "training.epochs=many", "lr=1", "training.seed", "training.keep=1")
     assert reported == [
         "command line: `training.seed` is not an override; write key=value, such as training.epochs=1",
-        'command line: `training.epochs` must be an integer of at least 1, but is "many"',
+        'command line: `training.epochs` must be an integer of at least 1, or a number above 0, but is "many"',
         "command line: `training.keep` is not a key; did you mean `checkpoint.keep`?",
         "command line: `lr` is `optimizer.learning_rate` here",
     ]

@@ -11,6 +11,7 @@ from trainer.tools.report.report import Run, best_metric, best_text
 
 _HEIGHT = 15
 _TICKS = 4
+_Line = tuple[str | None, Sequence[tuple[int, float]]]  # label, and its steps and values
 _LARGEST = 1e300  # the axis of larger values would end at infinity
 
 
@@ -33,16 +34,38 @@ def _curves(title: str, found: Sequence[tuple[str, Sequence[tuple[int, float]]]]
     drawn = [(name, points) for name, points in finite if points]
     if not drawn:
         return
+    first, last = min(points[0][0] for _, points in drawn), max(points[-1][0] for _, points in drawn)
+    ticks = sorted({round(first + (last - first) * part / _TICKS) for part in range(_TICKS + 1)})
+    labelled = [(one_line(name) if len(drawn) > 1 else None, points) for name, points in drawn]
+    draw = _drawn if hasattr(plotext, "figure") else _drawn_by_5
+    yield ""
+    yield from draw(one_line(title), ticks, labelled, width).splitlines()
+
+
+def _drawn(title: str, ticks: Sequence[int], lines: Sequence[_Line], width: int) -> str:
+    figure = plotext.figure
+    figure.clear()
+    figure.theme("colorless").plot_size(width, _HEIGHT).title(title).label("step", axis="x")
+    figure.ruler("x").ticks(ticks)
+    for label, points in lines:
+        steps, values = zip(*points, strict=True)
+        signal = figure.signal(steps, values, marker=_marker(points)).lines()
+        figure.draw(signal.label(label))
+    return str(figure.build().string(colorless=True))
+
+
+def _drawn_by_5(title: str, ticks: Sequence[int], lines: Sequence[_Line], width: int) -> str:
     plotext.clear_figure()
     plotext.theme("clear")
     plotext.plotsize(width, _HEIGHT)
-    plotext.title(one_line(title))
+    plotext.title(title)
     plotext.xlabel("step")
-    first, last = min(points[0][0] for _, points in drawn), max(points[-1][0] for _, points in drawn)
-    plotext.xticks(sorted({round(first + (last - first) * part / _TICKS) for part in range(_TICKS + 1)}))
-    for name, points in drawn:
+    plotext.xticks(ticks)
+    for label, points in lines:
         steps, values = zip(*points, strict=True)
-        label = one_line(name) if len(drawn) > 1 else None
-        plotext.plot(steps, values, label=label, marker="braille" if len(points) > 1 else "dot")
-    yield ""
-    yield from plotext.uncolorize(plotext.build()).splitlines()
+        plotext.plot(steps, values, label=label, marker=_marker(points))
+    return str(plotext.uncolorize(plotext.build()))
+
+
+def _marker(points: Sequence[tuple[int, float]]) -> str:
+    return "braille" if len(points) > 1 else "dot"
