@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainer.base.errors import RecipeError, UsageError
+from trainer.recipe.paths import shown_value
 from trainer.recipe.reading.files import read_text, shown_path
 from trainer.recipe.reading.parser import Node, Origin
 
@@ -98,27 +99,31 @@ def _made(tool: str | None, launcher: Sequence[Token], words: Sequence[Token], f
         if re.search(r"(?<!\\)\$|`", word.text):
             raise RecipeError(f"{word.origin}: `{word.text}` has a variable of the shell; write its value")
     options, rest = _options(words)
-    named = options.pop("config", None) if tool is not None else None
-    paths = [named.plain()] if named is not None else []
+    path = _path("config", options.pop("config", None)) if tool is not None else None
     for word in rest:
-        if word.text.endswith((".yaml", ".yml", ".json")) and not paths:
-            paths.append(word.text)
-        elif "=" in word.text:  # as `llamafactory-cli train FILE learning_rate=1e-5`
-            key, _, value = word.text.partition("=")
-            options[key] = Node(_value(value), word.origin, word.origin)
+        if path is None and word.text.endswith((".yaml", ".yml", ".json")):
+            path = word.text
         elif word.text not in ("&", "&&", ";", "|"):
             raise RecipeError(f"{word.origin}: `{word.text}` belongs to no option; remove it")
     of_launcher, _ = _options(launcher)
     ranks = next((node.plain() for key in _RANKS if (node := of_launcher.get(key))), None)
-    config = of_launcher.get("config_file")
+    config = _path("config_file", of_launcher.get("config_file"))
     return Command(
         tool,
         Node(options, Origin(shown_path(file), folder=file.absolute().parent)),
-        _beside(paths[0], file) if paths else None,
+        _beside(path, file) if path else None,
         [word for word in launcher if word.text not in ("python", "python3")],
         ranks if isinstance(ranks, int) else None,
-        _beside(str(config.plain()), file) if config else None,
+        _beside(config, file) if config else None,
     )
+
+
+def _path(option: str, node: Node | None) -> str | None:
+    if node is None:
+        return None
+    if isinstance(node.value, str):
+        return node.value
+    raise RecipeError(f"{node.origin}: `--{option}` must be the path of one file, but is {shown_value(node.plain())}")
 
 
 def _beside(path: str, file: Path) -> Path:
@@ -127,8 +132,12 @@ def _beside(path: str, file: Path) -> Path:
 
 
 def _options(words: Sequence[Token]) -> tuple[dict[str, Node], list[Token]]:
-    """Return the options with their values, and the other words before the first option."""
+    """Return the options with their values, and the other words before the first option.
+
+    `KEY=VALUE` is an option too, as in `llamafactory-cli train FILE learning_rate=1e-5`.
+    """
     options: dict[str, Node] = {}
+    assigned: dict[str, Node] = {}
     values: dict[str, list[Token]] = {}
     rest: list[Token] = []
     for word in words:
@@ -139,7 +148,10 @@ def _options(words: Sequence[Token]) -> tuple[dict[str, Node], list[Token]]:
                 raise RecipeError(f"{word.origin}: `--{key}` is there twice; remove one")
             values[key] = [Token(value, word.origin)] if equals else []
             options[key] = Node(None, word.origin, word.origin)
-        elif values and "=" not in word.text:
+        elif "=" in word.text:
+            key, _, value = word.text.partition("=")
+            assigned[key] = Node(_value(value), word.origin, word.origin)
+        elif values:
             values[next(reversed(values))].append(word)
         else:
             rest.append(word)
@@ -148,7 +160,7 @@ def _options(words: Sequence[Token]) -> tuple[dict[str, Node], list[Token]]:
         origin = options[key].origin
         several = [Node(item, origin) for item in found]
         options[key] = Node(several if len(found) > 1 else found[0] if found else True, origin, origin)
-    return options, rest
+    return options | assigned, rest
 
 
 def _value(text: str) -> bool | int | float | str | None:

@@ -74,19 +74,19 @@ class Draft:
 
     # Called by the topics
 
-    def take(self, path: str, value: object, *items: Item, note: str = "", differs: bool = False) -> None:
+    def take(self, path: str, value: object, *items: Item | None, note: str = "", differs: bool = False) -> None:
         """Propose a value for a key of the recipe.
 
         Args:
             path: The key of the recipe; with a leading `#`, an intermediate number.
             value: A JSON value or a `Todo`.
-            items: The keys that it comes from.
+            items: The keys that it comes from; None for one that is not written.
             note: A remark for the report.
             differs: Whether `note` describes different behaviour.
         """
-        self._proposals.setdefault(path, []).append(_Proposal(value, items, note, differs))
+        self._proposals.setdefault(path, []).append(_Proposal(value, tuple(filter(None, items)), note, differs))
 
-    def refuse(self, path: str, text: str, *items: Item) -> None:
+    def refuse(self, path: str, text: str, *items: Item | None) -> None:
         """Leave a key of the recipe to the user, because the value in the files has no counterpart."""
         self.take(path, Todo(text), *items)
 
@@ -107,26 +107,28 @@ class Draft:
         TrainingArguments.
         """
         for tool in self.sources.files:
-            has_defaults = tool is Tool.TRAINING_ARGUMENTS or tool.is_program
-            find = self.sources.get if has_defaults else self.sources.written
             for name, row in tool.table.items():
                 default = self.sources.arguments.get(name) if tool is Tool.TRAINING_ARGUMENTS else None
                 if default is not None and row.kind is Kind.RENAMED and not self.sources.written(tool, name):
                     self.take(str(row.key), default.value, default)
-                if row.value is None or (tool, name) in self._lines:
-                    continue
-                item = find(tool, name)
-                if item is None or (item.value is None and item.is_default):
-                    continue
-                key, value = str(row.key), self.read(item, row.value, ...)
-                if isinstance(value, Todo):
-                    self.refuse(key, value.text.replace("{key}", item.name), item)
-                elif isinstance(value, Converted):
-                    self.take(key, value.value, item, note=value.note, differs=value.differs)
-                elif value is not ...:
-                    self.take(key, value, item, note=row.note if row.kind is Kind.RENAMED else "")
+                if row.value is not None and (tool, name) not in self._lines:
+                    has_default = tool is Tool.TRAINING_ARGUMENTS or tool.is_program
+                    find = self.sources.get if has_default else self.sources.written
+                    self._convert_row(find(tool, name), row)
 
-    def override(self, path: str, value: object, *items: Item, note: str) -> None:
+    def _convert_row(self, item: Item | None, row: Counterpart) -> None:
+        if item is None or row.value is None or (item.value is None and item.is_default):
+            return
+        key = str(row.key)
+        match self.read(item, row.value, ...):
+            case Todo(text):
+                self.refuse(key, text.replace("{key}", item.name), item)
+            case Converted(value, note, differs):
+                self.take(key, value, item, note=note, differs=differs)
+            case value if value is not ...:
+                self.take(key, value, item, note=row.note if row.kind is Kind.RENAMED else "")
+
+    def override(self, path: str, value: object, *items: Item | None, note: str) -> None:
         """Propose a value instead of all earlier proposals."""
         self._proposals[path] = []
         self.take(path, value, *items, note=note)
@@ -151,7 +153,7 @@ class Draft:
             self.problem(item, f"must be {error}, but is {shown_value(item.value)}")
             return fallback
 
-    def number(self, item: Item, fallback: float = 0.0) -> float:
+    def number(self, item: Item | None, fallback: float = 0.0) -> float:
         return self.read(item, convert_by.number, fallback)
 
     def whole(self, item: Item | None, fallback: int = 0) -> int:
@@ -163,8 +165,12 @@ class Draft:
     def flag(self, item: Item | None) -> bool:
         return self.read(item, convert_by.flag, False)
 
-    def text(self, item: Item, fallback: str = "") -> str:
+    def text(self, item: Item | None, fallback: str = "") -> str:
         return self.read(item, convert_by.text, fallback)
+
+    def names(self, item: Item | None) -> list[str]:
+        """Return the names in a list or in a text with commas; none if the key is not set."""
+        return self.read(item, convert_by.names, []) if item is not None and item.value else []
 
     def refuse_file(self, item: Item, why: str) -> None:
         """Refuse the file because of a key that decides what is learned."""
@@ -266,11 +272,16 @@ class Draft:
             self.refuse_file(item, row.note)
         elif row.kind in (Kind.NONE, Kind.SAME) or (row.kind is Kind.ARGUMENT and not row.key):
             self.say(item, Outcome.NONE, row.note)
-        elif not item.value:
+        else:
+            self._left_out(item, row)
+
+    def _left_out(self, item: Item, row: Counterpart) -> None:
+        """Set the outcome of a key with a counterpart, against which other keys decided."""
+        if not item.value:
             self.say(item, Outcome.DEFAULT, f"is not set; see `{row.key}`")
         elif any(key.startswith(f"{item.key}.") for key in item.tool.table):
             self.problem(item, f"must be an object with keys, but is {shown_value(item.value)}")
-        else:  # other keys decided against it
+        else:
             self.say(item, Outcome.TODO, f"{LEFT_OUT}: it is `{row.key}` here")
 
     def _proposed_lines(self) -> dict[tuple[Tool, str], Line]:

@@ -87,7 +87,7 @@ def _autocast(draft: Draft) -> None:
         return
     value = _AUTOCAST_TYPES.get(str(dtype.value).removeprefix("torch.") if dtype else "")
     wrong = Todo("torch_autocast needs the type bf16 or fp16")
-    draft.take("precision", value or wrong, switch, *([dtype] if dtype else []))
+    draft.take("precision", value or wrong, switch, dtype)
 
 
 # TrainingArguments
@@ -151,7 +151,7 @@ def _of_accelerate(draft: Draft) -> None:
             draft.unread("parallelism_config has precedence", sharding)
             _data_parallel(draft, copies, shards, item)
         else:
-            _take_sharding(draft, _sharding(draft), item, *([sharding] if sharding else []))
+            _take_sharding(draft, _sharding(draft), item, sharding)
     elif kind == "DEEPSPEED":
         _accelerates_deepspeed(draft, item)
     elif kind == "MEGATRON_LM":
@@ -186,7 +186,7 @@ def _sharding(draft: Draft) -> str:
     return "FULL_SHARD"
 
 
-def _take_sharding(draft: Draft, sharding: str, *items: Item) -> None:
+def _take_sharding(draft: Draft, sharding: str, *items: Item | None) -> None:
     if sharding not in _SHARDINGS:
         draft.refuse(_STRATEGY, f"the sharding {sharding} is unknown", *items)
         return

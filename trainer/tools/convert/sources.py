@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -66,6 +66,7 @@ _TOOLS: Mapping[Tool, tuple[str, Mapping[str, Counterpart]]] = {
     Tool.ACCELERATE: ("accelerate", ACCELERATE),
     **dict(zip(list(Tool)[3:], PROGRAMS.items(), strict=True)),
 }
+_NO_PROGRAMS = [tool for tool in Tool if not tool.is_program]
 
 
 def tool_of(name: str | None) -> Tool | None:
@@ -260,25 +261,15 @@ def _add(sources: Sources, tool: Tool, tree: Node, name: str) -> None:
 
 def _add_program(sources: Sources, tool: Tool, tree: Node, name: str) -> None:
     """Add the keys of a program: its own, and those of TrainingArguments under their names there."""
-    rows, arguments = tool.table, {}
-    own: dict[str, Node] = {}
-    for key, node in tree.members.items():
-        row = rows.get(key)
-        # A null is a key left out, as the programs read it; the Trainer has no value for it.
-        if row is None or row.kind is not Kind.ARGUMENT or node.value is None:
-            own[key] = node
-        elif row.argument in arguments:
-            raise RecipeError(f"{node.key_origin or name}: `{key}` is `{row.argument}` too, which is written; keep one")
-        else:
-            arguments[row.argument] = _as_number(node, row)
+    own, arguments = _divided(tool, tree, name)
     _add_items(sources, tool, replace(tree, value=own), "")
-    for key, row in rows.items():
+    for key, row in tool.table.items():
         if row.kind is Kind.ARGUMENT and row.defaults and row.defaults != TRAINING_ARGUMENTS[row.argument].defaults:
             sources.arguments[row.argument] = Item(
                 Tool.TRAINING_ARGUMENTS, row.argument, row.defaults[0], None, tool, key, row.defaults
             )
     _add(sources, Tool.TRAINING_ARGUMENTS, replace(tree, value=arguments), name)
-    names = {row.argument: (key, row) for key, row in rows.items() if row.argument and key in tree.members}
+    names = {row.argument: (key, row) for key, row in tool.table.items() if row.argument and key in tree.members}
     items = sources.items[Tool.TRAINING_ARGUMENTS]
     for key, item in items.items():
         root = key.partition(".")[0]
@@ -286,6 +277,22 @@ def _add_program(sources: Sources, tool: Tool, tree: Node, name: str) -> None:
             written, row = names[root]
             inner = key.removeprefix(root)
             items[key] = replace(item, program=tool, written=written + inner, defaults=None if inner else row.defaults)
+
+
+def _divided(tool: Tool, tree: Node, name: str) -> tuple[dict[str, Node], dict[str, Node]]:
+    """Return the keys of the program itself, and those of TrainingArguments under their names there."""
+    own: dict[str, Node] = {}
+    arguments: dict[str, Node] = {}
+    for key, node in tree.members.items():
+        row = tool.table.get(key)
+        # A null is a key left out, as the programs read it; the Trainer has no value for it.
+        if row is None or row.kind is not Kind.ARGUMENT or node.value is None:
+            own[key] = node
+        elif row.argument in arguments:
+            raise RecipeError(f"{node.key_origin or name}: `{key}` is `{row.argument}` too, which is written; keep one")
+        else:
+            arguments[row.argument] = _as_number(node, row)
+    return own, arguments
 
 
 def _as_number(node: Node, row: Counterpart) -> Node:
@@ -349,40 +356,44 @@ def _named_files(sources: Sources) -> Iterator[tuple[str, Path]]:
 
 def _recognised(tree: Node, name: str) -> Tool:
     """Return the tool of the file from keys that only this tool has."""
-    keys = set(tree.members)
-    base = [tool for tool in Tool if not tool.is_program]
-    programs = [tool for tool in Tool if tool.is_program]
-    marks = {key for key in keys if not any(key in tool.table for tool in base)}
-    scores = {tool: (len(marks & tool.table.keys()), len(keys & tool.table.keys())) for tool in programs}
-    best = max(scores.values())
-    # Arguments of the Trainer with one key of a program are a mistake of the key.
-    if best[0] and best[1] > max(len(keys & tool.table.keys()) for tool in base):
-        likely = [tool for tool, score in scores.items() if score == best]
-        if len(likely) == 1:
-            return likely[0]
-        titles = " or ".join(tool.title for tool in likely)
-        options = " or ".join(f"--from {tool.value}" for tool in likely)
+    programs = _likely_programs(set(tree.members))
+    if len(programs) > 1:
+        titles = " or ".join(tool.title for tool in programs)
+        options = " or ".join(f"--from {tool.value}" for tool in programs)
         raise UsageError(f"{name}: may be a file of {titles}, which differ; select it with {options}")
-    found = {}
-    for tool in base:
-        own = {key for key in tree.members if _is_of_one(key, tree.members[key], base, tool)}
-        if own:
-            found[tool] = sorted(own)
-    if len(found) == 1:
-        return next(iter(found))
+    found = _own_keys(tree)
+    if programs or len(found) == 1:
+        return next(iter(programs or found))
     choices = ", ".join(f"--from {tool.value}" for tool in found or Tool)
     if not found:
         raise UsageError(f"{name}: has no key that only one tool has; select the tool with one of {choices}")
-    clash = " and ".join(f"{tool.title} (`{keys[0]}`)" for tool, keys in found.items())
+    clash = " and ".join(f"{tool.title} (`{key}`)" for tool, key in found.items())
     raise UsageError(f"{name}: has keys of {clash}; select the tool with one of {choices}")
 
 
-def _is_of_one(key: str, node: Node, tools: Sequence[Tool], tool: Tool) -> bool:
-    """Return whether only this one of the tools has the key; an object belongs to the tool that has keys in it."""
-    owners = [other for other in tools if key in other.table]
-    if len(owners) > 1:
-        owners = [other for other in owners if bool(node.members) == any(k.startswith(f"{key}.") for k in other.table)]
-    return owners == [tool]
+def _likely_programs(keys: set[str]) -> list[Tool]:
+    """Return the programs with most of the keys; none if another tool has all of them, or as many."""
+    others = [tool.table for tool in _NO_PROGRAMS]
+    marks = keys.difference(*others)
+    scores = {tool: (len(marks & tool.table.keys()), len(keys & tool.table.keys())) for tool in Tool if tool.is_program}
+    best = max(scores.values())
+    # Arguments of the Trainer with one key of a program are a mistake of the key.
+    if not best[0] or best[1] <= max(len(keys & table.keys()) for table in others):
+        return []
+    return [tool for tool, score in scores.items() if score == best]
+
+
+def _own_keys(tree: Node) -> dict[Tool, str]:
+    """Return the first key of each tool that no other one has; an object belongs to the tool that has keys in it."""
+    found: dict[Tool, str] = {}
+    for key in sorted(tree.members):
+        owners = [tool for tool in _NO_PROGRAMS if key in tool.table]
+        if len(owners) > 1:
+            is_object = bool(tree.members[key].members)
+            owners = [tool for tool in owners if is_object == any(name.startswith(f"{key}.") for name in tool.table)]
+        if len(owners) == 1:
+            found.setdefault(owners[0], key)
+    return {tool: found[tool] for tool in _NO_PROGRAMS if tool in found}
 
 
 def _read(file: Path) -> Node:

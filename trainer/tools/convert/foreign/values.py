@@ -75,6 +75,13 @@ def text(value: object) -> str:
     raise WrongValueError("text")
 
 
+def names(value: object) -> list[str]:
+    found = value.split(",") if isinstance(value, str) else value
+    if isinstance(found, list) and all(isinstance(name, str) for name in found):
+        return [name.strip() for name in found if name.strip()]
+    raise WrongValueError("a list of names, or a text with commas")
+
+
 def switch(on: str) -> Value:
     """Return the conversion of true to `on`, and of false to "none"."""
     return lambda value: on if flag(value) else "none"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trainer.recipe.paths import shown_value
 from trainer.tools.convert.draft import Draft
-from trainer.tools.convert.foreign.values import Todo
 from trainer.tools.convert.sources import Item
 
 _PEFTS = 'PEFT chooses layers by the family; write their names, such as [q_proj, v_proj], or "all-linear"'
@@ -21,7 +19,7 @@ def adapter(draft: Draft, on: Item, items: Mapping[str, Item | None], dora: Item
         dora: the key that asks for DoRA.
     """
     kind = "dora" if draft.flag(dora) else "lora"
-    draft.take("model.adapter.type", kind, on, *([dora] if dora is not None and dora.origin else []))
+    draft.take("model.adapter.type", kind, on, dora if dora is not None and dora.origin else None)
     for key, item in items.items():
         if item is None or (item.value is None and item.origin is None and key != "rank"):
             continue
@@ -31,31 +29,21 @@ def adapter(draft: Draft, on: Item, items: Mapping[str, Item | None], dora: Item
             draft.take(f"model.adapter.{key}", item.value, item)
 
 
-def no_adapter(draft: Draft, why: str, *items: Item | None) -> None:
-    draft.unread(why, *items)
-
-
-def targets(draft: Draft, item: Item | None, *all_linear: Item | None) -> None:
+def targets(draft: Draft, item: Item | None, all_linear: Item | None = None) -> None:
     """Propose the layers of an adapter: names, all linear ones, or those that PEFT would choose.
 
     Args:
         item: the key with names.
-        all_linear: keys that ask for all linear layers.
+        all_linear: the key that asks for all linear layers.
     """
     path = "model.adapter.targets"
-    for switch in all_linear:
-        if draft.flag(switch) and switch is not None:
-            draft.take(path, "all-linear", switch)
-            draft.unread(f"{switch.name} has precedence", item)
-            return
-    if item is None or not item.value:
-        draft.take(path, Todo(_PEFTS), *([item] if item else []))
+    if all_linear is not None and draft.flag(all_linear):
+        draft.take(path, "all-linear", all_linear)
+        draft.unread(f"{all_linear.name} has precedence", item)
         return
-    names = item.value
-    if isinstance(names, str):
-        names = [name.strip() for name in names.split(",") if name.strip()]
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        draft.problem(item, f"must be a list of names of layers, but is {shown_value(names)}")
+    names = draft.names(item)
+    if item is None or not names:
+        draft.refuse(path, _PEFTS, item)
     elif names in (["all"], ["all-linear"]):
         draft.take(path, "all-linear", item, note="all but the head")
     elif any(set(name) & set("^$()[]\\|+") for name in names):
@@ -88,7 +76,6 @@ def quantization(draft: Draft, bits: Mapping[int, Item], double: Item | None, ki
         elif kind is not None and kind.value != "nf4":
             draft.refuse(path, f"{kind.name} {kind.value}; 4 bits are nf4", kind, item)
         else:
-            others = [key for key in (double, kind) if key is not None]
-            draft.take(path, "nf4" if double is None or draft.flag(double) else "nf4_single", item, *others)
+            draft.take(path, "nf4" if double is None or draft.flag(double) else "nf4_single", item, double, kind)
     if not bits:
         draft.unread("no weight is quantised", double, kind)

@@ -9,7 +9,14 @@ from trainer.tools.convert.draft import Draft, Outcome
 from trainer.tools.convert.examples import folder_or_name
 from trainer.tools.convert.programs.adapters import adapter, quantization, targets
 from trainer.tools.convert.programs.axolotl_rows import rows
-from trainer.tools.convert.programs.model import bf16_weights, chat_template, no_dropout
+from trainer.tools.convert.programs.model import (
+    bf16_weights,
+    chat_template,
+    loss_arguments,
+    model_name,
+    no_dropout,
+    one_loss,
+)
 from trainer.tools.convert.sources import Item, Sources, Tool
 
 _AX, _TA = Tool.AXOLOTL, Tool.TRAINING_ARGUMENTS
@@ -25,6 +32,10 @@ _LORA = {
 }
 _LOSSES = {"dpo": "dpo", "ipo": "ipo", "orpo": "orpo", "kto": "kto", "simpo": "simpo"}
 _DPO_LOSSES = {"sigmoid": "dpo", "ipo": "ipo"}
+_LOSS_ARGUMENTS = {
+    "gamma": "simpo_gamma", "desirable_weight": "kto_desirable_weight", "undesirable_weight": "kto_undesirable_weight",
+}  # fmt: skip
+_OF_PREFERENCES = ("trl.beta", "rl_beta", "orpo_alpha", "dpo_loss_type", *_LOSS_ARGUMENTS.values())
 _FAST_PLUGINS = ("liger", "cut_cross_entropy")
 _TRACKERS = {"use_tensorboard": "tensorboard", "use_wandb": "wandb", "use_mlflow": "mlflow", "use_trackio": "trackio"}
 _SHARE = 0.03  # of the steps, at most 100: the default warmup
@@ -33,6 +44,19 @@ _SHARE = 0.03  # of the steps, at most 100: the default warmup
 def prepare(sources: Sources) -> None:
     """Set fields of TrainingArguments that follow from keys of axolotl."""
     _precision(sources)
+    _warmup_steps(sources)
+    micro = sources.get(_TA, "per_device_train_batch_size")
+    if micro is not None and sources.written(_TA, "per_device_eval_batch_size") is None:
+        sources.set_argument("per_device_eval_batch_size", micro.value)
+    for key in ("save_steps", "eval_steps"):
+        if sources.written(_TA, key) is not None and sources.written(_TA, f"{key[:4]}_strategy") is None:
+            sources.set_argument(f"{key[:4]}_strategy", "steps")
+    if sources.written(_TA, "fsdp") is None and (section := sources.inside(_TA, "fsdp_config")):
+        sources.set_argument("fsdp", True, section[0])
+    _trackers(sources)
+
+
+def _warmup_steps(sources: Sources) -> None:
     steps, ratio = sources.get(_TA, "max_steps"), sources.given(_AX, "warmup_ratio")
     total = steps.value if steps is not None and isinstance(steps.value, int) and steps.value > 0 else None
     warmup = sources.written(_TA, "warmup_steps")
@@ -42,14 +66,9 @@ def prepare(sources: Sources) -> None:
         sources.set_argument("warmup_steps", int(ratio.value * total) if total else ratio.value, ratio)
     elif warmup is None:
         sources.set_argument("warmup_steps", min(int(_SHARE * total), 100) if total else _SHARE)
-    micro = sources.get(_TA, "per_device_train_batch_size")
-    if micro is not None and sources.written(_TA, "per_device_eval_batch_size") is None:
-        sources.set_argument("per_device_eval_batch_size", micro.value)
-    for key in ("save_steps", "eval_steps"):
-        if sources.written(_TA, key) is not None and sources.written(_TA, f"{key[:4]}_strategy") is None:
-            sources.set_argument(f"{key[:4]}_strategy", "steps")
-    if sources.written(_TA, "fsdp") is None and (section := sources.inside(_TA, "fsdp_config")):
-        sources.set_argument("fsdp", True, section[0])
+
+
+def _trackers(sources: Sources) -> None:
     trackers = [(item, name) for key, name in _TRACKERS.items() if (item := sources.given(_AX, key))]
     project = sources.given(_AX, "wandb_project")  # axolotl turns W&B on for a project
     if project is not None and sources.written(_AX, "use_wandb") is None:
@@ -106,10 +125,7 @@ def _warmup(draft: Draft) -> None:
 
 def _model(draft: Draft, folder: Path) -> None:
     sources = draft.sources
-    if (base := sources.given(_AX, "base_model")) is not None:
-        draft.take("model.name_or_path", folder_or_name(draft.text(base), folder), base)
-    else:
-        draft.refuse("model.name_or_path", "`base_model` is missing")
+    model_name(draft, "base_model", folder)
     if (tokenizer := sources.given(_AX, "tokenizer_config")) is not None:
         draft.take("model.tokenizer", folder_or_name(draft.text(tokenizer), folder), tokenizer)
     for key in ("bos_token", "eos_token", "unk_token", "additional_special_tokens"):
@@ -167,11 +183,10 @@ def _double(draft: Draft) -> Item | None:
 def _start(draft: Draft, start: Item | None, loftq: Item | None) -> None:
     path = "model.adapter.start"
     if loftq is not None:
-        draft.take(path, "loftq", loftq, *([start] if start else []))
+        draft.take(path, "loftq", loftq, start)
     elif start is not None and start.value is not True:
         name = str(start.value)
-        known = name in ("pissa", "pissa_niter_16", "loftq")
-        if known:
+        if name in ("pissa", "pissa_niter_16", "loftq"):
             draft.take(path, name, start)
         else:
             draft.refuse_file(start, f"{name} is no start of model.adapter.start")
@@ -233,8 +248,15 @@ def _running(draft: Draft) -> None:
     if epochs is not None and steps is None and draft.value("training.epochs", 1) != 1:
         text = f"`training.epochs` {epochs.value}: each epoch ends with a smaller batch; axolotl takes"
         draft.say(epochs, Outcome.DIFFERS, f"{text} ceil(rows x epochs / batch) steps")
-    if (resume := sources.given(_AX, "auto_resume_from_checkpoints")) is not None and draft.flag(resume):
+    resume = sources.given(_AX, "auto_resume_from_checkpoints")
+    if draft.flag(resume):
         draft.take("checkpoint.resume", "auto", resume)
+    _logging(draft)
+    _plugins(draft, sources.given(_AX, "plugins"))
+
+
+def _logging(draft: Draft) -> None:
+    sources = draft.sources
     project, switch = sources.given(_AX, "wandb_project"), sources.written(_AX, "use_wandb")
     if project is not None and (switch is None or draft.flag(switch)):
         draft.take("logging.project", draft.text(project), project)
@@ -243,56 +265,55 @@ def _running(draft: Draft) -> None:
     for key in _TRACKERS:
         if (item := sources.given(_AX, key)) is not None:
             draft.say(item, Outcome.CONVERTED, "counted in `logging.to`")
-    plugins = sources.given(_AX, "plugins")
-    if plugins is not None:
-        names = [str(name) for name in plugins.value] if isinstance(plugins.value, list) else [str(plugins.value)]
-        other = [name for name in names if not any(fast in name for fast in _FAST_PLUGINS)]
-        if other:
-            draft.refuse_file(plugins, f"{', '.join(other)} may change the loss or the model")
-        else:
-            draft.say(plugins, Outcome.NONE, "the kernels are torch's own")
+
+
+def _plugins(draft: Draft, item: Item | None) -> None:
+    other = [name for name in draft.names(item) if not any(fast in name for fast in _FAST_PLUGINS)]
+    if item is not None and other:
+        draft.refuse_file(item, f"{', '.join(other)} may change the loss or the model")
+    else:
+        draft.say(item, Outcome.NONE, "the kernels are torch's own")
 
 
 def _task(draft: Draft) -> str:
     """Propose type and loss of the task, and return the kind of its rows: chats, pairs, kto or rewards."""
     get = draft.sources.given
-    method, reward = get(_AX, "rl"), get(_AX, "reward_model")
-    beta = get(_AX, "trl.beta") or get(_AX, "rl_beta")
-    alpha, gamma = get(_AX, "orpo_alpha"), get(_AX, "simpo_gamma")
-    weights = {f"{name}_weight": get(_AX, f"kto_{name}_weight") for name in ("desirable", "undesirable")}
-    centre = get(_AX, "center_rewards_coefficient")
-    packing = get(_AX, "sample_packing")
-    if draft.flag(packing) and packing is not None and not (method or draft.flag(reward)):
+    method, reward, packing = get(_AX, "rl"), get(_AX, "reward_model"), get(_AX, "sample_packing")
+    rewards = draft.flag(reward)
+    if draft.flag(packing) and not (method or rewards):
         draft.take("task.packing", "documents", packing, note="another choice of documents for each row", differs=True)
     else:
         draft.unread("preferences are not packed", packing)
-    if reward is not None and draft.flag(reward):
-        draft.take("task.type", "reward_model", reward)
-        no_dropout(draft, reward, "TRL turns dropout off")
-        if centre is not None:
-            draft.take("task.center_coefficient", draft.number(centre), centre)
-        draft.unread("reward_model is set", method, beta, alpha, gamma, *weights.values())
+    if reward is not None and rewards:
+        _rewards(draft, reward)
         return "rewards"
-    draft.unread("reward_model is not set", centre)
-    if method is None:
-        draft.take("task.type", "causal_lm", Item(_AX, "rl", None, None))
-        draft.unread("rl is not set", beta, alpha, gamma, get(_AX, "dpo_loss_type"), *weights.values())
-        return "chats"
+    draft.unread("reward_model is not set", get(_AX, "center_rewards_coefficient"))
+    if method is not None:
+        return _preferences(draft, method)
+    draft.take("task.type", "causal_lm", Item(_AX, "rl", None, None))
+    draft.unread("rl is not set", *(get(_AX, key) for key in _OF_PREFERENCES))
+    return "chats"
+
+
+def _rewards(draft: Draft, on: Item) -> None:
+    get = draft.sources.given
+    draft.take("task.type", "reward_model", on)
+    no_dropout(draft, on, "TRL turns dropout off")
+    if (centre := get(_AX, "center_rewards_coefficient")) is not None:
+        draft.take("task.center_coefficient", draft.number(centre), centre)
+    draft.unread("reward_model is set", *(get(_AX, key) for key in ("rl", *_OF_PREFERENCES)))
+
+
+def _preferences(draft: Draft, method: Item) -> str:
+    """Propose the loss of preferences, and return the kind of its rows."""
+    get = draft.sources.given
     loss = _loss(draft, method)
     draft.take("task.type", "preference", method)
-    strength = beta or alpha
-    number = draft.number(strength) if strength else 0.1
-    draft.take("task.loss.beta", number, strength or Item(_AX, "rl_beta", 0.1, None))
+    beta, alpha = get(_AX, "trl.beta") or get(_AX, "rl_beta"), get(_AX, "orpo_alpha")
+    strength = beta or alpha or Item(_AX, "rl_beta", 0.1, None)
+    draft.take("task.loss.beta", draft.number(strength), strength)
     draft.unread("rl_beta has precedence", alpha if beta else None)
-    if gamma is not None and loss == "simpo":
-        draft.take("task.loss.gamma", draft.number(gamma), gamma)
-    else:
-        draft.unread(f"the loss is {loss}", gamma)
-    for key, item in weights.items():
-        if item is not None and loss == "kto":
-            draft.take(f"task.loss.{key}", draft.number(item), item)
-        else:
-            draft.unread(f"the loss is {loss}", item)
+    loss_arguments(draft, loss, {ours: get(_AX, theirs) for ours, theirs in _LOSS_ARGUMENTS.items()})
     no_dropout(draft, method, "TRL turns dropout off")
     return "kto" if loss == "kto" else "pairs"
 
@@ -307,10 +328,6 @@ def _loss(draft: Draft, method: Item) -> str:
         draft.unread("only rl dpo has it", kinds)
         draft.take("task.loss.type", loss, method)
         return loss
-    found = kinds.value if isinstance(kinds.value, list) else [kinds.value]
-    loss = _DPO_LOSSES.get(str(found[0])) if len(found) == 1 else None
-    if loss is None:
-        draft.refuse_file(kinds, f"losses are {', '.join(_DPO_LOSSES)}, and one is trained")
-        return "dpo"
+    loss = one_loss(draft, kinds, _DPO_LOSSES) or "dpo"
     draft.take("task.loss.type", loss, method, kinds)
     return loss

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from glob import glob
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trainer.tools.convert.draft import Draft, Outcome
-from trainer.tools.convert.programs.rows import ENDINGS, Columns, RowSet, chat, held_share, take_rows
+from trainer.tools.convert.programs.rows import ENDINGS, Columns, RowSet, chat, entries, row_set, take_train_and_held
 from trainer.tools.convert.sources import Item, Tool
 
 _AX = Tool.AXOLOTL
@@ -20,6 +21,12 @@ _OF_CHATS = (
     "field_messages", "message_property_mappings", "message_field_role", "message_field_content", "roles",
     "field_tools",
 )  # fmt: skip
+_TEXTS = re.compile(r"(path|name|split(?!_thinking)|field|format|ds_type).*|.*(_format|prompt|_role|_content)")
+"""Keys with texts as values."""
+_ALPACA = (
+    "axolotl's Alpaca prompt, as a template in `columns.prompt` with {instruction} and {input};"
+    ' \'{"columns": {"prompt": "{instruction}[\\n{input}]", "completion": "output"}}\' has no words around them'
+)
 _DEFAULTS: Mapping[str, tuple[Any, ...]] = {  # values of further keys that change nothing
     "roles_to_train": (["assistant"], ["gpt"], ["assistant", "gpt"]), "train_on_eos": ("turn",),
     "train_on_eot": ("turn",), "chat_template": ("tokenizer_default",), "split_thinking": (False,),
@@ -33,32 +40,24 @@ def rows(draft: Draft, folder: Path, kind: str) -> None:
     Args:
         kind: the rows of the task: chats, pairs, kto or rewards.
     """
-    sources = draft.sources
-    item, tests = sources.written(_AX, "datasets"), sources.given(_AX, "test_datasets")
-    share = sources.written(_AX, "val_set_size")
-    if sources.given(_AX, "train_on_inputs") is not None:
-        inputs = sources.given(_AX, "train_on_inputs")
-        if inputs is not None and draft.flag(inputs):
-            draft.refuse_file(inputs, "prompts are not trained; for texts without a prompt, use the type completion")
-    if item is None or not item.value:
+    get = draft.sources.given
+    item, tests, share = get(_AX, "datasets"), get(_AX, "test_datasets"), draft.sources.written(_AX, "val_set_size")
+    inputs, strategy = get(_AX, "train_on_inputs"), draft.sources.get(_AX, "excess_length_strategy")
+    if inputs is not None and draft.flag(inputs):
+        draft.refuse_file(inputs, "prompts are not trained; for texts without a prompt, use the type completion")
+    if item is None:
         draft.missing["data"] = "the rows: `datasets` is missing"
-        draft.unread("datasets is missing", tests, share, sources.written(_AX, "excess_length_strategy"))
+        draft.unread("datasets is missing", tests, share, strategy)
         return
-    train = _sets(draft, item, kind)
-    held = _sets(draft, tests, kind) if tests is not None else []
-    if not train or (tests is not None and not held):
+    train, held = _sets(draft, item, kind), _sets(draft, tests, kind) if tests is not None else None
+    if not train or held == []:
         return
-    if tests is not None and held:
-        draft.unread("test_datasets has precedence", share)
-        take_rows(draft, folder, train, held, item, tests)
-    else:
-        take_rows(draft, folder, train, held_share(draft, share), item, *([share] if share else []))
+    take_train_and_held(draft, folder, train, held, item, tests, share)
     _evaluation(draft, bool(held or (share is not None and share.value)))
-    strategy = sources.get(_AX, "excess_length_strategy")
     if kind == "chats" and strategy is not None and strategy.value != "truncate":
         text = "axolotl leaves rows with more than sequence_len tokens out; here they are cut at `data.max_length`"
         draft.say(item if strategy.origin is None else strategy, Outcome.DIFFERS, text)
-    elif strategy is not None:
+    else:
         draft.say(strategy, Outcome.SAME, "longer rows are cut at `data.max_length`")
 
 
@@ -73,107 +72,76 @@ def _evaluation(draft: Draft, has_rows: bool) -> None:
 
 def _sets(draft: Draft, item: Item, kind: str) -> list[RowSet]:
     """Return the data sets of a key; an empty list after a problem."""
-    if not isinstance(item.value, list) or not all(isinstance(entry, dict) for entry in item.value):
-        draft.problem(item, "must be a list of data sets, each with a path and a type; begin each with `- path:`")
-        return []
     found = []
-    for place, entry in enumerate(item.value):
+    for place, entry in entries(draft, item):
         if wrong := _wrong(entry):
-            draft.problem(item, f"has a wrong type in {item.key}[{place}]: {wrong}; correct it")
+            draft.problem(item, f"has a wrong type in {place}: {wrong}; correct it")
             return []
-        columns = _columns(draft, item, entry, kind, f"{item.key}[{place}]")
-        loaded = _loaded(draft, item, entry, f"{item.key}[{place}]")
-        if columns is None or loaded is None:
+        columns = _columns(draft, item, entry, kind, place)
+        rows = row_set(draft, item, _with_files(entry), place)
+        if columns is None or rows is None:
             return []
-        files, name, keys = loaded
-        found.append(RowSet(files, name, keys, str(entry.get("split") or "train"), columns))
+        found.append(replace(rows, columns=columns))
     return found
 
 
 def _wrong(entry: Mapping[str, Any]) -> str:
     """Return the first key with a value of a wrong type."""
     kind = entry.get("type")
-    texts = dict(entry) | (kind if isinstance(kind, dict) else {})
-    for key, value in texts.items():
-        if value is None or key in ("type", "trust_remote_code", "split_thinking", "drop_system_message"):
-            continue
-        if key == "message_property_mappings":
-            right = isinstance(value, dict) and all(isinstance(name, str) for name in value.values())
-        elif key == "roles":
-            right = isinstance(value, dict) and all(isinstance(names, list) for names in value.values())
-        elif key == "data_files":
-            right = isinstance(value, str) or (isinstance(value, list) and all(isinstance(name, str) for name in value))
-        else:
-            right = isinstance(value, str) or not key.startswith(
-                ("path", "split", "name", "field", "format", "ds_type")
-            )
-            right = right and (isinstance(value, str) or not key.endswith(("_format", "prompt", "_role", "_content")))
-        if not right:
-            return key
-    return ""
+    keys = dict(entry) | (kind if isinstance(kind, dict) else {})
+    return next((key for key, value in keys.items() if value is not None and not _has_right_type(key, value)), "")
 
 
-def _loaded(
-    draft: Draft, item: Item, entry: Mapping[str, Any], place: str
-) -> tuple[tuple[str, ...], str, dict[str, str]] | None:
-    path, files = entry.get("path"), entry.get("data_files")
-    if not isinstance(path, str) or not path:
-        draft.problem(item, f"has no path in {place}; write it")
-        return None
-    named = [files] if isinstance(files, str) else [str(file) for file in files or []]
-    if os.path.isdir(path):
-        named = [os.path.join(path, file) for file in named]
-        named = named or sorted(name for ending in ENDINGS for name in glob(f"{path}/*{ending}"))
-        return (tuple(named), "", {}) if named else ((), path, {})
-    if path.lower().removesuffix(".gz").endswith(ENDINGS) or os.path.isfile(path):
-        return (path,), "", {}
-    if path in ("json", "csv", "parquet", "text") and named:  # the builders of `datasets`
-        return tuple(named), "", {}
-    if named:
-        draft.refuse("data.train", f"single files of a hub repository, {', '.join(named)}; download them", item)
-        return None
-    if entry.get("ds_type") and entry["ds_type"] not in ("json", "csv", "parquet"):
-        draft.refuse("data.train", f"{path} of the type {entry['ds_type']}; write its rows as JSON Lines", item)
-        return None
-    keys = {"name": "subset", "revision": "revision"}
-    return (), path, {ours: str(entry[theirs]) for theirs, ours in keys.items() if entry.get(theirs)}
+def _has_right_type(key: str, value: Any) -> bool:
+    values = value.values() if isinstance(value, dict) else value
+    match key:
+        case "message_property_mappings":
+            return isinstance(value, dict) and all(isinstance(name, str) for name in values)
+        case "roles":
+            return isinstance(value, dict) and all(isinstance(names, list) for names in values)
+        case "data_files":
+            return isinstance(value, str) or (isinstance(value, list) and all(isinstance(name, str) for name in values))
+    return isinstance(value, str) or not _TEXTS.fullmatch(key)
 
 
 def _columns(draft: Draft, item: Item, entry: Mapping[str, Any], kind: str, place: str) -> Columns | None:
     """Return the columns of the task, or None after a problem."""
-    type_ = entry.get("type")
-    known: tuple[str, ...] = _LOADING
-    columns: Columns | None = None
+    type_, of_pairs = entry.get("type"), kind in ("pairs", "rewards")
+    columns: Columns | None
+    known: tuple[str, ...]
     if isinstance(type_, dict):
-        columns = _own_prompt(draft, item, type_, kind, place)
+        columns, known = _own_prompt(draft, item, type_, kind, place), _LOADING
     elif kind == "chats" and type_ == "chat_template":
-        known += _OF_CHATS
-        columns = _chats(entry)
+        columns, known = _chats(entry), (*_LOADING, *_OF_CHATS)
     elif kind == "chats" and type_ == "completion":
-        known += ("field",)
-        columns = {"text": str(entry.get("field") or "text")}
+        columns, known = {"text": str(entry.get("field") or "text")}, (*_LOADING, "field")
     elif kind == "chats" and type_ == "alpaca":
-        text = (
-            "axolotl's Alpaca prompt, as a template in `columns.prompt` with {instruction} and {input};"
-            ' \'{"columns": {"prompt": "{instruction}[\\n{input}]", "completion": "output"}}\' has no words around them'
-        )
-        draft.refuse("data.map", text, item)
-        columns = {"prompt": "prompt", "completion": "completion"}
-    elif kind in ("pairs", "rewards") and type_ in ("chat_template.default", "chat_template"):
-        known += (*_OF_CHATS, "field_chosen", "field_rejected")
-        columns = _pairs(entry)
+        draft.refuse("data.map", _ALPACA, item)
+        columns, known = {"prompt": "prompt", "completion": "completion"}, _LOADING
+    elif of_pairs and type_ in ("chat_template.default", "chat_template"):
+        columns, known = _pairs(entry), (*_LOADING, *_OF_CHATS, "field_chosen", "field_rejected")
     else:
-        shown = type_ if type_ else "without a type"
-        rule = f"{place} has the type {shown}, which decides what is learned; write the rows as chats, with the type"
-        draft.problem(item, f"{rule} {'chat_template.default' if kind in ('pairs', 'rewards') else 'chat_template'}")
-    if columns is None:
+        rule = f"the type {type_ or 'without a type'}, which decides what is learned; write the rows as chats, with"
+        draft.problem(item, f"{place} has {rule} the type {'chat_template.default' if of_pairs else 'chat_template'}")
         return None
-    further = {key: value for key, value in entry.items() if key not in known and value not in (None, "", [], {})}
-    for key, value in further.items():
-        if value not in _DEFAULTS.get(key, ()):
-            draft.problem(item, f"{place} has `{key}`, which decides what is learned and has no counterpart; remove it")
-            return None
+    if strange := _strange_key(entry, known):
+        draft.problem(item, f"{place} has `{strange}`, which decides what is learned and has no counterpart; remove it")
+        return None
     return columns
+
+
+def _strange_key(entry: Mapping[str, Any], known: Sequence[str]) -> str | None:
+    """Return the first key with an effect that is not known."""
+    further = ((key, value) for key, value in entry.items() if key not in known)
+    return next((key for key, value in further if value not in (None, "", [], {}, *_DEFAULTS.get(key, ()))), None)
+
+
+def _with_files(entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the entry with the files of its folder, all of which axolotl reads."""
+    path = str(entry.get("path"))
+    if entry.get("data_files") or not os.path.isdir(path):
+        return entry
+    return dict(entry) | {"data_files": sorted(file for file in os.listdir(path) if file.endswith(ENDINGS))}
 
 
 def _messages(entry: Mapping[str, Any], column: str, defaults: Mapping[str, Any]) -> Any:
@@ -208,24 +176,30 @@ def _template(text: str, columns: Mapping[str, str]) -> str:
 
 def _own_prompt(draft: Draft, item: Item, keys: Mapping[str, Any], kind: str, place: str) -> Columns | None:
     """Return the columns of a type that is an object: fields and formats of the user."""
-    field = {name: str(keys.get(f"field_{name}") or name) for name in ("instruction", "input", "output", "system")}
-    if kind == "chats":
-        form, plain = keys.get("format"), keys.get("no_input_format")
-        if keys.get("system_prompt") or keys.get("system_format") or keys.get("field_system"):
-            draft.problem(item, f"{place} has a system prompt in its type; write it into `format`")
-            return None
-        form = form if keys.get("field_input") and form else plain or form or "{instruction}"
-        if "{input}" in form and plain and plain != form:
-            draft.problem(item, f"{place} has two formats, with and without input; write the rows with one of them")
-            return None
-        return {"prompt": _template(form, field), "completion": field["output"]}
-    names = ("prompt", "completion") if kind == "kto" else ("prompt", "chosen", "rejected")
-    if keys.get("field_system"):
-        draft.problem(item, f"{place} has a system prompt in its type; write it into `prompt_format`")
+    of_chats = kind == "chats"
+    if any(keys.get(key) for key in ("field_system", *(("system_prompt", "system_format") if of_chats else ()))):
+        form = "format" if of_chats else "prompt_format"
+        draft.problem(item, f"{place} has a system prompt in its type; write it into `{form}`")
         return None
-    fields = {name: str(keys.get(f"field_{name}") or name) for name in names}
-    forms = {name: str(keys.get(f"{name}_format") or f"{{{name}}}") for name in names}
-    columns: dict[str, Any] = {
-        name: fields[name] if form == f"{{{name}}}" else _template(form, fields) for name, form in forms.items()
-    }
-    return columns | ({"label": str(keys.get("field_label") or "label")} if kind == "kto" else {})
+    return _own_chats(draft, item, keys, place) if of_chats else _own_preferences(keys, kind)
+
+
+def _fields(keys: Mapping[str, Any], *names: str) -> dict[str, str]:
+    return {name: str(keys.get(f"field_{name}") or name) for name in names}
+
+
+def _own_chats(draft: Draft, item: Item, keys: Mapping[str, Any], place: str) -> Columns | None:
+    fields = _fields(keys, "instruction", "input", "output", "system")
+    form, plain = keys.get("format"), keys.get("no_input_format")
+    form = form if keys.get("field_input") and form else plain or form or "{instruction}"
+    if "{input}" in form and plain and plain != form:
+        draft.problem(item, f"{place} has two formats, with and without input; write the rows with one of them")
+        return None
+    return {"prompt": _template(form, fields), "completion": fields["output"]}
+
+
+def _own_preferences(keys: Mapping[str, Any], kind: str) -> Columns:
+    fields = _fields(keys, *(("prompt", "completion") if kind == "kto" else ("prompt", "chosen", "rejected")))
+    forms = {name: str(keys.get(f"{name}_format") or f"{{{name}}}") for name in fields}
+    columns = {name: fields[name] if form == f"{{{name}}}" else _template(form, fields) for name, form in forms.items()}
+    return columns | (_fields(keys, "label") if kind == "kto" else {})

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.recipe.reading.files import read_file, shown_path
 from trainer.tools.convert.draft import Draft, Outcome
-from trainer.tools.convert.programs.rows import Columns, RowSet, chat, held_share, take_rows
+from trainer.tools.convert.programs.rows import Columns, RowSet, chat, take_train_and_held
 from trainer.tools.convert.sources import Item, Tool
 
 _LF = Tool.LLAMA_FACTORY
@@ -23,6 +23,7 @@ _ROLES = {
     "user_tag": "user", "assistant_tag": "assistant", "observation_tag": "tool", "function_tag": "tool_calls",
     "system_tag": "system",
 }  # fmt: skip
+_ROLES_OF_OPENAI = {tag: role for tag, role in _ROLES.items() if role != "tool_calls"}
 _KNOWN = ("file_name", "hf_hub_url", "formatting", "ranking", "subset", "split", "columns", "tags", "num_samples")
 _MEDIA = ("images", "videos", "audios")
 
@@ -40,29 +41,27 @@ def rows(draft: Draft, folder: Path, stage: str) -> None:
         draft.missing["data"] = "the rows: `dataset` is missing"
         draft.unread("dataset is missing", tests, share, place, mixing, shares)
         return
+    _mixing(draft, mixing, shares)
     assert place is not None
-    if mixing is not None and mixing.value != "concat":
-        draft.refuse_file(mixing, "every row counts once, or data.mixture gives each file its share of an epoch")
-    draft.unread("mix_strategy is concat", shares)
     info = _info(draft, place, item)
-    if place.origin is not None:
-        draft.say(place, Outcome.CONVERTED, "the folder of the files in `data`")
+    draft.say(place, Outcome.CONVERTED, "the folder of the files in `data`")
     if info is None:
         draft.unread("the rows are not known", tests, share)
         return
     train = _sets(draft, item, info, str(place.value), stage)
-    held = _sets(draft, tests, info, str(place.value), stage) if tests is not None else []
-    if not train or (tests is not None and not held):
+    held = _sets(draft, tests, info, str(place.value), stage) if tests is not None else None
+    if not train or held == []:
         return
-    if tests is not None:
-        draft.unread("eval_dataset has precedence", share)
-        take_rows(draft, folder, train, held, item, tests)
-    else:
-        take_rows(draft, folder, train, held_share(draft, share), item, *([share] if share else []))
-        if share is None:
-            strategy = sources.get(Tool.TRAINING_ARGUMENTS, "eval_strategy")
-            if strategy is not None and strategy.value != "no":
-                draft.override("evaluation.every", None, strategy, note="there are no validation rows")
+    take_train_and_held(draft, folder, train, held, item, tests, share)
+    strategy = sources.get(Tool.TRAINING_ARGUMENTS, "eval_strategy")
+    if not (tests or share) and strategy is not None and strategy.value != "no":
+        draft.override("evaluation.every", None, strategy, note="there are no validation rows")
+
+
+def _mixing(draft: Draft, strategy: Item | None, shares: Item | None) -> None:
+    if strategy is not None and strategy.value != "concat":
+        draft.refuse_file(strategy, "every row counts once, or data.mixture gives each file its share of an epoch")
+    draft.unread("mix_strategy is concat", shares)
 
 
 def _info(draft: Draft, place: Item, item: Item) -> dict[str, Any] | None:
@@ -71,8 +70,7 @@ def _info(draft: Draft, place: Item, item: Item) -> dict[str, Any] | None:
         draft.problem(place, "must be the folder of dataset_info.json")
         return None
     if place.value == "ONLINE":
-        names = item.value if isinstance(item.value, list) else draft.text(item).split(",")
-        return {name.strip(): {"hf_hub_url": name.strip()} for name in names}
+        return {name: {"hf_hub_url": name} for name in draft.names(item)}
     origin = item.origin
     for base in (Path(), *([origin.folder] if origin else [])):
         file = base / place.value / _INFO
@@ -91,9 +89,8 @@ def _info(draft: Draft, place: Item, item: Item) -> dict[str, Any] | None:
 
 def _sets(draft: Draft, item: Item, info: Mapping[str, Any], place: str, stage: str) -> list[RowSet]:
     """Return the data sets of a key; an empty list after a problem."""
-    names = item.value if isinstance(item.value, list) else draft.text(item).split(",")
     found = []
-    for name in (str(name).strip() for name in names):
+    for name in draft.names(item):
         entry = info.get(name)
         if entry is None:
             draft.problem(item, f"names {name}, which is not in {place}/{_INFO}; add it there")
@@ -118,20 +115,23 @@ def _sets(draft: Draft, item: Item, info: Mapping[str, Any], place: str, stage: 
 def _problem(entry: Mapping[str, Any], stage: str) -> str:
     """Return the problem of an entry whose rows cannot be read alike."""
     strange = [key for key in entry if key not in _KNOWN and not key.endswith(("_hub_url", "_hub_sha"))]
-    columns = entry.get("columns") or {}
-    if strange or not isinstance(columns, dict) or not isinstance(entry.get("tags") or {}, dict):
-        return f"has {', '.join(strange) or 'columns'} without a counterpart; remove it"
-    if media := [key for key in _MEDIA if columns.get(key)]:
-        return f"has {', '.join(media)}: models of text and images are not supported"
-    if entry.get("num_samples"):
-        return "has num_samples, which decides what is learned; name a file with these rows"
-    if "hf_hub_url" not in entry and "file_name" not in entry:
-        return "names no file and no data set of the Hugging Face hub; write its rows into a file"
-    if entry.get("formatting", "alpaca") not in ("alpaca", "sharegpt", "openai"):
-        return f"has the formatting {entry['formatting']}; write alpaca, sharegpt or openai"
-    if stage in ("dpo", "rm") and not entry.get("ranking"):
-        return f"has no ranking, which stage {stage} needs; add it, and the columns chosen and rejected"
-    return ""
+    strange += [key for key in ("columns", "tags") if not isinstance(entry.get(key) or {}, dict)]
+    if strange:
+        return f"has {', '.join(strange)} without a counterpart; remove it"
+    media = [key for key in _MEDIA if (entry.get("columns") or {}).get(key)]
+    form = entry.get("formatting", "alpaca")
+    problems = {
+        f"has {', '.join(media)}: models of text and images are not supported": media,
+        "has num_samples, which decides what is learned; name a file with these rows": entry.get("num_samples"),
+        "names no file and no data set of the Hugging Face hub; write its rows into a file": not (
+            entry.keys() & {"hf_hub_url", "file_name"}
+        ),
+        f"has the formatting {form}; write alpaca, sharegpt or openai": form not in ("alpaca", "sharegpt", "openai"),
+        f"has no ranking, which stage {stage} needs; add it, and the columns chosen and rejected": (
+            stage in ("dpo", "rm") and not entry.get("ranking")
+        ),
+    }
+    return next((problem for problem, is_there in problems.items() if is_there), "")
 
 
 def _columns(entry: Mapping[str, Any], stage: str) -> Columns | None:
@@ -145,7 +145,7 @@ def _columns(entry: Mapping[str, Any], stage: str) -> Columns | None:
 
 
 def _of_alpaca(columns: Mapping[str, str | None], stage: str) -> Columns | None:
-    prompt, query, response = columns.get("prompt"), columns.get("query"), columns.get("response")
+    prompt, query = columns.get("prompt"), columns.get("query")
     if not prompt:
         return None
     question = f"{{{prompt}}}[\n{{{query}}}]" if query else f"{{{prompt}}}"
@@ -155,42 +155,48 @@ def _of_alpaca(columns: Mapping[str, str | None], stage: str) -> Columns | None:
     if columns.get("history"):
         before.append({"role": "turns", "content": str(columns["history"])})
     asked = [*before, {"role": "user", "content": question}]
-    tools = {"tools": str(columns["tools"])} if columns.get("tools") else {}
+    answers = {name: [{"role": "assistant", "content": f"{{{column}}}"}] for name, column in columns.items() if column}
+    if stage in ("dpo", "rm", "kto"):
+        return _preferences(columns, stage, asked, answers, "response")
+    if "response" not in answers:
+        return None
+    return {"messages": [*asked, *answers["response"]]} | _tools(columns)
 
-    def answer(column: str | None) -> list[dict[str, str]]:
-        return [{"role": "assistant", "content": f"{{{column}}}"}]
 
-    if stage in ("dpo", "rm"):
-        chosen, rejected = columns.get("chosen"), columns.get("rejected")
-        return (
-            {"prompt": asked, "chosen": answer(chosen), "rejected": answer(rejected)} if chosen and rejected else None
-        )
-    if stage == "kto":
-        tag = columns.get("kto_tag")
-        return {"prompt": asked, "completion": answer(response), "label": tag} if tag and response else None
-    return {"messages": [*asked, *answer(response)]} | tools if response else None
+def _preferences(
+    columns: Mapping[str, str | None], stage: str, prompt: Any, answers: Mapping[str, Any], completion: str
+) -> Columns | None:
+    """Return the columns of preferences; None: the entry does not name them.
+
+    Args:
+        prompt: the column of the prompt; None: the answers have it.
+        answers: columns of answers, by their names in `columns`.
+        completion: the name of the column that stage kto rates.
+    """
+    first = {"prompt": prompt} if prompt else {}
+    names = {"completion": completion} if stage == "kto" else {"chosen": "chosen", "rejected": "rejected"}
+    label = {"label": columns.get("kto_tag")} if stage == "kto" else {}
+    if not all(label.values()) or not {*names.values()} <= answers.keys():
+        return None
+    return first | {key: answers[name] for key, name in names.items()} | label
+
+
+def _tools(columns: Mapping[str, str | None]) -> dict[str, Any]:
+    return {"tools": str(columns["tools"])} if columns.get("tools") else {}
 
 
 def _of_chats(entry: Mapping[str, Any], columns: Mapping[str, str | None], stage: str) -> Columns | None:
     tags = dict(_TAGS) if entry.get("tags") is None else entry["tags"]
     role, content = tags.get("role_tag"), tags.get("content_tag")
-    messages = columns.get("messages")
-    if not (role and content and messages) or stage == "pt":
+    if not (role and content and columns.get("messages")) or stage == "pt":
         return None
-    roles = {str(tags[tag]): ours for tag, ours in _ROLES.items() if tags.get(tag)}
-    if entry.get("formatting") == "openai":
-        roles = {name: ours for name, ours in roles.items() if ours != "tool_calls"}
-
-    def read(column: str, system: str | None = None) -> Any:
-        return chat(column, role, content, roles, system)
-
-    tools = {"tools": str(columns["tools"])} if columns.get("tools") else {}
-    if stage in ("dpo", "rm"):
-        chosen, rejected = columns.get("chosen"), columns.get("rejected")
-        if not (chosen and rejected):
-            return None
-        return {"prompt": read(messages, columns.get("system")), "chosen": read(chosen), "rejected": read(rejected)}
-    if stage == "kto":
-        tag = columns.get("kto_tag")
-        return {"completion": read(messages, columns.get("system")), "label": tag} if tag else None
-    return {"messages": read(messages, columns.get("system"))} | tools
+    of_tags = _ROLES_OF_OPENAI if entry.get("formatting") == "openai" else _ROLES
+    roles = {str(tags[tag]): ours for tag, ours in of_tags.items() if tags.get(tag)}
+    read = {
+        name: chat(column, role, content, roles, columns.get("system") if name == "messages" else None)
+        for name, column in columns.items()
+        if column
+    }
+    if stage in ("dpo", "rm", "kto"):
+        return _preferences(columns, stage, read["messages"] if stage != "kto" else None, read, "messages")
+    return {"messages": read["messages"]} | _tools(columns)

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from trainer.tools.convert.draft import Draft, Outcome
-from trainer.tools.convert.examples import folder_or_name
+from trainer.tools.convert.programs.model import model_name
 from trainer.tools.convert.sources import Item, Sources, Tool
 
 _SETFIT = {
@@ -58,11 +58,7 @@ def convert_sentence_transformers(draft: Draft, folder: Path) -> None:
     """
     sources, tool = draft.sources, draft.sources.program
     assert tool is not None
-    name = sources.given(tool, "model_name_or_path")
-    if name is not None:
-        draft.take("model.name_or_path", folder_or_name(draft.text(name), folder), name)
-    else:
-        draft.refuse("model.name_or_path", "the model of the program")
+    model_name(draft, "model_name_or_path", folder, "the model of the program")
     embeds = tool is Tool.SENTENCE_TRANSFORMER
     program = Item(tool, "loss", None, None)
     draft.take("task.type", "embedding" if embeds else "reranker", program)

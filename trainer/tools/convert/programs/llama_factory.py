@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from trainer.tools.convert.draft import Draft, Outcome
-from trainer.tools.convert.examples import folder_or_name
 from trainer.tools.convert.foreign.values import Todo
 from trainer.tools.convert.programs.adapters import adapter, quantization, targets
 from trainer.tools.convert.programs.dataset_info import rows
-from trainer.tools.convert.programs.model import bf16_weights, chat_template, no_dropout
+from trainer.tools.convert.programs.model import bf16_weights, chat_template, loss_arguments, model_name, no_dropout
 from trainer.tools.convert.sources import Item, Sources, Tool
 
 _LF, _TA = Tool.LLAMA_FACTORY, Tool.TRAINING_ARGUMENTS
@@ -17,7 +17,10 @@ _LORA = {
     "rank": "lora_rank", "dropout": "lora_dropout", "rank_stabilised": "use_rslora",
 }  # fmt: skip
 _TYPES = {"pt": "causal_lm", "sft": "causal_lm", "dpo": "preference", "kto": "preference", "rm": "reward_model"}
-_LOSS_KEYS = ("pref_loss", "pref_beta", "simpo_gamma", "kto_chosen_weight", "kto_rejected_weight")
+_LOSS_ARGUMENTS = {
+    "gamma": "simpo_gamma", "desirable_weight": "kto_chosen_weight", "undesirable_weight": "kto_rejected_weight",
+    "label_smoothing": "dpo_label_smoothing",
+}  # fmt: skip
 _LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
 
 
@@ -58,16 +61,10 @@ def convert(draft: Draft, folder: Path) -> None:
 
 
 def _model(draft: Draft, folder: Path) -> None:
-    sources = draft.sources
-    name = sources.given(_LF, "model_name_or_path")
-    if name is not None:
-        draft.take("model.name_or_path", folder_or_name(draft.text(name), folder), name)
-    else:
-        draft.refuse("model.name_or_path", "`model_name_or_path` is missing")
-    tokens = sources.all_given(_LF, "add_tokens", "add_special_tokens")
-    words = [word.strip() for item in tokens for word in draft.text(item).split(",") if word.strip()]
+    model_name(draft, "model_name_or_path", folder)
+    tokens = draft.sources.all_given(_LF, "add_tokens", "add_special_tokens")
     if tokens:
-        draft.take("model.new_tokens", words, *tokens)
+        draft.take("model.new_tokens", [word for item in tokens for word in draft.names(item)], *tokens)
 
 
 def _adapter(draft: Draft) -> bool:
@@ -80,7 +77,6 @@ def _adapter(draft: Draft) -> bool:
         get(_LF, key) for key in ("lora_alpha", "additional_target", "use_dora", "lora_target")
     )
     start, iterations = given(_LF, "pissa_init"), draft.sources.written(_LF, "pissa_iter")
-    bit = given(_LF, "quantization_bit")
     on = bool(kind.value == "lora")
     if kind.value not in ("lora", "full"):
         draft.refuse_file(kind, "write lora or full; for others, see model.freeze")
@@ -89,19 +85,24 @@ def _adapter(draft: Draft) -> bool:
         targets(draft, layers)
         _alpha(draft, alpha, items["rank"])
         if saved is not None and saved.value:
-            draft.take("model.adapter.modules_to_save", [name.strip() for name in draft.text(saved).split(",")], saved)
+            draft.take("model.adapter.modules_to_save", draft.names(saved), saved)
         _pissa(draft, start, iterations)
     else:
         draft.unread(f"finetuning_type is {kind.value}", *items.values(), alpha, saved, dora, layers, start, iterations)
         if kind.origin is not None:
             draft.say(kind, Outcome.CONVERTED, "no `model.adapter`: all weights are trained")
+    _quantization(draft, on)
+    return on
+
+
+def _quantization(draft: Draft, on: bool) -> None:
+    get, bit = draft.sources.get, draft.sources.given(_LF, "quantization_bit")
     bits = {draft.whole(bit): bit} if bit is not None else {}
     method = draft.sources.written(_LF, "quantization_method")
     draft.unread("it is bitsandbytes, or no weight is quantised", method)
     if method is not None and not method.is_default and bits:
         draft.refuse_file(method, "model.quantization is of the form of bitsandbytes")
     quantization(draft, bits, get(_LF, "double_quantization"), get(_LF, "quantization_type"), on)
-    return on
 
 
 def _alpha(draft: Draft, alpha: Item | None, rank: Item | None) -> None:
@@ -116,11 +117,11 @@ def _pissa(draft: Draft, start: Item | None, iterations: Item | None) -> None:
         draft.unread("pissa_init is not set", iterations)
         return
     number = 16 if iterations is None else draft.whole(iterations, 16)
-    path, items = "model.adapter.start", [start, *([iterations] if iterations else [])]
+    path = "model.adapter.start"
     if number in (-1, 16):
-        draft.take(path, "pissa" if number == -1 else "pissa_niter_16", *items)
+        draft.take(path, "pissa" if number == -1 else "pissa_niter_16", start, iterations)
     else:
-        draft.refuse(path, f"{number} iterations; write 16, or -1 for the exact values", *items)
+        draft.refuse(path, f"{number} iterations; write 16, or -1 for the exact values", start, iterations)
 
 
 def _task(draft: Draft) -> str:
@@ -141,45 +142,28 @@ def _task(draft: Draft) -> str:
         draft.take("task.metrics", ["perplexity", "accuracy"], accuracy)
     else:
         draft.unread("the metrics are those of the task", accuracy)
-    loss = {
-        key: get(_LF, key)
-        for key in ("pref_loss", "pref_beta", "simpo_gamma", "kto_chosen_weight", "kto_rejected_weight")
-    }
-    smoothing = draft.sources.written(_LF, "dpo_label_smoothing")
-    if name not in ("dpo", "kto"):
-        draft.unread(f"stage is {name}", *loss.values(), smoothing)
-        return name
-    _loss(draft, name, loss, smoothing)
+    arguments = {ours: get(_LF, theirs) for ours, theirs in _LOSS_ARGUMENTS.items()}
+    if name in ("dpo", "kto"):
+        _loss(draft, stage, arguments)
+    else:
+        draft.unread(f"stage is {name}", get(_LF, "pref_loss"), get(_LF, "pref_beta"), *arguments.values())
     return name
 
 
-def _loss(draft: Draft, stage: str, keys: dict[str, Item | None], smoothing: Item | None) -> None:
-    kind, beta, gamma, chosen, rejected = keys.values()
+def _loss(draft: Draft, stage: Item, arguments: Mapping[str, Item | None]) -> None:
+    kind, beta = draft.sources.get(_LF, "pref_loss"), draft.sources.get(_LF, "pref_beta")
     assert kind is not None
-    assert beta is not None
-    ours = "kto" if stage == "kto" else _LOSSES.get(draft.text(kind))
-    unknown = Todo(f"{kind.value} has no counterpart: {', '.join(_LOSSES)}")
-    if stage == "kto":
-        draft.take("task.loss.type", "kto", draft.sources.get(_LF, "stage") or kind)
+    if stage.value == "kto":
+        ours: str | None = "kto"
+        draft.take("task.loss.type", ours, stage)
         draft.unread("stage is kto", kind)
     else:
+        ours = _LOSSES.get(draft.text(kind))
+        unknown = Todo(f"{kind.value} has no counterpart: {', '.join(_LOSSES)}")
         draft.take("task.loss.type", ours or unknown, kind)
     draft.take("task.loss.beta", draft.number(beta, 0.1), beta)
-    for item, path, loss in (
-        (gamma, "gamma", "simpo"),
-        (chosen, "desirable_weight", "kto"),
-        (rejected, "undesirable_weight", "kto"),
-        (smoothing, "label_smoothing", "dpo"),
-    ):
-        if item is None:
-            continue
-        if ours == loss:
-            draft.take(f"task.loss.{path}", draft.number(item), item)
-        else:
-            draft.unread(f"the loss is {ours}", item)
-    stage_item = draft.sources.get(_LF, "stage")
-    assert stage_item is not None
-    no_dropout(draft, stage_item, "dropout is off there too")
+    loss_arguments(draft, ours, arguments)
+    no_dropout(draft, stage, "dropout is off there too")
 
 
 def _packing(draft: Draft, stage: str) -> None:
@@ -189,7 +173,7 @@ def _packing(draft: Draft, stage: str) -> None:
         default = packing or Item(_LF, "packing", True, None)
         draft.take(path, "joined", default, note="the texts of a stage pt are joined by default")
     elif stage == "sft" and neat is not None and draft.flag(neat):
-        draft.take(path, "documents", neat, *([packing] if packing else []))
+        draft.take(path, "documents", neat, packing)
     elif stage == "sft" and packing is not None and packing.value is not None and draft.flag(packing):
         text = 'chats see each other without neat_packing; "documents" keeps them apart, "none" packs nothing'
         draft.refuse(path, text, packing)

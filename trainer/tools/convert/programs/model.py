@@ -1,8 +1,9 @@
-"""Templates of chats and stored weights, which programs around the Trainer share."""
+"""Models, templates of chats, losses and stored weights, which programs around the Trainer share."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 from trainer.tools.convert.draft import Draft, Outcome
 from trainer.tools.convert.examples import folder_or_name
@@ -11,6 +12,23 @@ from trainer.tools.convert.sources import Item, Tool
 _NO_MODELS = (  # templates that no tokenizer has by itself
     "alpaca", "custom", "default", "empty", "fewshot", "jinja", "tokenizer_default_fallback_alpaca", "vicuna",
 )  # fmt: skip
+
+
+_OF_LOSSES = {"gamma": "simpo", "desirable_weight": "kto", "undesirable_weight": "kto", "label_smoothing": "dpo"}
+"""Keys of `task.loss`, with the one loss that has each."""
+
+
+def model_name(draft: Draft, key: str, folder: os.PathLike[str], missing: str = "") -> None:
+    """Propose the model, a name on the hub or a folder.
+
+    Args:
+        missing: the TODO without the key.
+    """
+    name = draft.sources.given(draft.sources.program or Tool.TRAINING_ARGUMENTS, key)
+    if name is not None:
+        draft.take("model.name_or_path", folder_or_name(draft.text(name), folder), name)
+    else:
+        draft.refuse("model.name_or_path", missing or f"`{key}` is missing")
 
 
 def chat_template(draft: Draft, item: Item | None, program: str, folder: os.PathLike[str]) -> None:
@@ -29,6 +47,24 @@ def chat_template(draft: Draft, item: Item | None, program: str, folder: os.Path
     else:
         text = f"{own}, not {program}'s template {name}; compare a row by `trainer preview`, and name another"
         draft.say(item, Outcome.DIFFERS, f"{text} tokenizer in `model.tokenizer` if they differ")
+
+
+def one_loss(draft: Draft, item: Item, losses: Mapping[str, str]) -> str | None:
+    """Return the loss of a key with a name or a list of names; None after a problem, or for several."""
+    names = item.value if isinstance(item.value, list) else [item.value]
+    loss = losses.get(str(names[0])) if len(names) == 1 else None
+    if loss is None:
+        draft.refuse_file(item, f"losses are {', '.join(losses)}, and one is trained")
+    return loss
+
+
+def loss_arguments(draft: Draft, loss: str | None, items: Mapping[str, Item | None]) -> None:
+    """Propose arguments of the loss, by keys of `task.loss`; other losses do not have them."""
+    for key, item in items.items():
+        if item is not None and _OF_LOSSES[key] == loss:
+            draft.take(f"task.loss.{key}", draft.number(item), item)
+        else:
+            draft.unread(f"the loss is {loss}", item)
 
 
 def bf16_weights(draft: Draft, has_adapter: bool) -> None:

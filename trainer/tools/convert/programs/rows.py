@@ -9,10 +9,10 @@ from typing import Any
 
 from trainer.tools.convert.draft import Draft
 from trainer.tools.convert.examples import folder_or_name, moved
-from trainer.tools.convert.foreign.values import Todo
 from trainer.tools.convert.sources import Item
 
 ENDINGS = (".json", ".jsonl", ".csv", ".parquet")
+_BUILDERS = ("json", "csv", "parquet")  # of `datasets`
 
 Columns = Mapping[str, Any]
 """From keys of the task, such as `messages`, to values as in `data.map.columns`."""
@@ -54,7 +54,7 @@ def take_rows(
     train: Sequence[RowSet],
     validation: Sequence[RowSet] | float | str | None,
     item: Item,
-    *others: Item,
+    *others: Item | None,
 ) -> None:
     """Propose the section `data` and the columns of the task.
 
@@ -84,45 +84,45 @@ def take_rows(
         draft.take("data.validation", None, item)
 
 
-def _columns(draft: Draft, train: Sequence[RowSet], held: Sequence[RowSet], *items: Item) -> None:
+def _columns(draft: Draft, train: Sequence[RowSet], held: Sequence[RowSet], *items: Item | None) -> None:
     """Propose the columns of the task: names of the source where they suffice, else a map."""
     first = train[0].columns
     alike = all(rows.columns == first for rows in (*train, *held))
-    plain = all(isinstance(value, str) and "{" not in value for value in first.values())
+    plain = alike and all(isinstance(value, str) and "{" not in value for value in first.values())
     for key, column in first.items():
-        name = key if not (alike and plain) else column
-        draft.take(f"task.{key}", name, items[0])
-    if alike and plain:
-        return
-    if alike:
+        draft.take(f"task.{key}", column if plain else key, items[0])
+    if alike and not plain:
         draft.take("data.map", {"columns": dict(first)}, items[0])
-        return
-    maps = [{"columns": dict(rows.columns)} for rows in train for _ in rows.files or ("",)]
-    draft.take("data.maps", maps, items[0])
+    elif not alike:
+        maps = [{"columns": dict(rows.columns)} for rows in train for _ in rows.files or ("",)]
+        draft.take("data.maps", maps, items[0])
+        _map_of_held(draft, held, *items)
+
+
+def _map_of_held(draft: Draft, held: Sequence[RowSet], *items: Item | None) -> None:
+    if any(rows.columns != held[0].columns for rows in held):
+        text = "one map reads all validation rows; give their files the same columns"
+        draft.refuse("data.validation", text, *items)
     if held:
-        if any(rows.columns != held[0].columns for rows in held):
-            draft.refuse(
-                "data.validation", "one map reads all validation rows; give their files the same columns", *items
-            )
         draft.take("data.map", {"columns": dict(held[0].columns)}, *items)
 
 
 def _files(
-    draft: Draft, folder: os.PathLike[str], train: Sequence[RowSet], held: Sequence[RowSet], item: Item, *others: Item
+    draft: Draft, folder: os.PathLike[str], train: Sequence[RowSet], held: Sequence[RowSet], *items: Item | None
 ) -> None:
-    draft.take("data.source", "files", item)
-    for key, sets, items in (("train", train, (item,)), ("validation", held, others or (item,))):
+    draft.take("data.source", "files", items[0])
+    for key, sets, named in (("train", train, items[:1]), ("validation", held, items[1:])):
         paths = [moved(path, folder) for rows in sets for path in rows.files]
-        strange = [path for path in paths if not path.lower().removesuffix(".gz").endswith(ENDINGS)]
+        strange = [path for path in paths if not is_table(path)]
         if strange:
             text = f"{strange[0]} is not one of {', '.join(ENDINGS)}; write its rows as JSON Lines"
-            draft.refuse(f"data.{key}", text, *items)
+            draft.refuse(f"data.{key}", text, *named)
         elif paths:
-            draft.take(f"data.{key}", paths[0] if len(paths) == 1 else paths, *items)
+            draft.take(f"data.{key}", paths[0] if len(paths) == 1 else paths, *named)
 
 
 def _hub(
-    draft: Draft, folder: os.PathLike[str], train: RowSet, held: Sequence[RowSet], item: Item, *others: Item
+    draft: Draft, folder: os.PathLike[str], train: RowSet, held: Sequence[RowSet], item: Item, *others: Item | None
 ) -> None:
     if any((rows.name, rows.keys) != (train.name, train.keys) for rows in held) or len(held) > 1:
         draft.refuse("data.validation", "a split of the same data set; or write all rows into files", item, *others)
@@ -149,6 +149,60 @@ def held_share(draft: Draft, item: Item | None) -> float | None:
     return None
 
 
-def as_todo(draft: Draft, text: str, *items: Item) -> None:
-    """Leave the columns of the rows to the user."""
-    draft.take("data.map", Todo(text), *items)
+def take_train_and_held(
+    draft: Draft,
+    folder: os.PathLike[str],
+    train: Sequence[RowSet],
+    held: Sequence[RowSet] | None,
+    item: Item,
+    tests: Item | None,
+    share: Item | None,
+) -> None:
+    """Propose the rows of two keys; without the key `tests` of the validation rows, a share is held out."""
+    if tests is not None:
+        draft.unread(f"{tests.name} has precedence", share)
+        take_rows(draft, folder, train, held, item, tests)
+    else:
+        take_rows(draft, folder, train, held_share(draft, share), item, share)
+
+
+def entries(draft: Draft, item: Item) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return the data sets of a list with their places in it; an empty list after a problem."""
+    if not isinstance(item.value, list) or not all(isinstance(entry, dict) for entry in item.value):
+        draft.problem(item, "must be a list of data sets; begin each with `- path:`")
+        return []
+    return [(f"{item.key}[{place}]", entry) for place, entry in enumerate(item.value)]
+
+
+def row_set(draft: Draft, item: Item, entry: Mapping[str, Any], place: str) -> RowSet | None:
+    """Return the data set of an entry with keys of `datasets.load_dataset`, without columns; None after a problem."""
+    path, files, kind = entry.get("path"), entry.get("data_files") or [], entry.get("ds_type")
+    if not isinstance(path, str) or not path:
+        draft.problem(item, f"has no path in {place}; write it")
+        return None
+    named = [files] if isinstance(files, str) else [str(file) for file in files]
+    found = _local_files(path, named)
+    split = str(entry.get("split") or "train")
+    if found:
+        return RowSet(tuple(found), split=split)
+    if named:
+        draft.refuse("data.train", f"single files of a hub repository, {', '.join(named)}; download them", item)
+        return None
+    if kind and kind not in _BUILDERS:
+        draft.refuse("data.train", f"{path} of the type {kind}; write its rows as JSON Lines", item)
+        return None
+    keys = {"name": "subset", "revision": "revision"}
+    return RowSet((), path, {ours: str(entry[theirs]) for theirs, ours in keys.items() if entry.get(theirs)}, split)
+
+
+def _local_files(path: str, named: Sequence[str]) -> list[str]:
+    if os.path.isdir(path):
+        return [os.path.join(path, file) for file in named]
+    if is_table(path) or os.path.isfile(path):
+        return [path]
+    return list(named) if path in (*_BUILDERS, "text") else []
+
+
+def is_table(path: str) -> bool:
+    """Return whether the name of a file is that of a table of rows."""
+    return path.lower().removesuffix(".gz").endswith(ENDINGS)

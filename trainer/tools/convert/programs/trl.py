@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from trainer.tools.convert.draft import Draft, Outcome
-from trainer.tools.convert.examples import folder_or_name
 from trainer.tools.convert.programs.adapters import adapter, quantization, targets
-from trainer.tools.convert.programs.model import chat_template, no_dropout
-from trainer.tools.convert.programs.rows import ENDINGS, Columns, RowSet, take_rows
+from trainer.tools.convert.programs.model import chat_template, model_name, no_dropout, one_loss
+from trainer.tools.convert.programs.rows import Columns, RowSet, entries, is_table, row_set, take_rows
 from trainer.tools.convert.sources import Item, Sources, Tool
 
 _TA = Tool.TRAINING_ARGUMENTS
@@ -57,12 +56,8 @@ def convert(draft: Draft, folder: Path) -> None:
 
 
 def _model(draft: Draft, tool: Tool, folder: Path) -> None:
-    given = draft.sources.given
-    if (name := given(tool, "model_name_or_path")) is not None:
-        draft.take("model.name_or_path", folder_or_name(draft.text(name), folder), name)
-    else:
-        draft.refuse("model.name_or_path", "`model_name_or_path` is missing")
-    template = given(tool, "chat_template_path")
+    model_name(draft, "model_name_or_path", folder)
+    template = draft.sources.given(tool, "chat_template_path")
     if template is not None and not os.path.isdir(draft.text(template)):
         text = f"a folder of the tokenizer with the template of {template.value}"
         draft.refuse("model.tokenizer", text, template)
@@ -71,19 +66,16 @@ def _model(draft: Draft, tool: Tool, folder: Path) -> None:
     for key in ("dtype", "torch_dtype"):
         item = draft.sources.written(tool, key)
         if item is not None and not item.is_default:
-            text = f"trained weights are fp32, not {item.value}; `precision` is the type of products, see `weights`"
+            text = f"trained weights are fp32, not {item.value}; see `weights`, and `precision` for products"
             draft.say(item, Outcome.DIFFERS, text)
 
 
 def _adapter(draft: Draft, tool: Tool) -> None:
     get, given = draft.sources.get, draft.sources.given
-    on, dora, layers = (
-        given(tool, "use_peft"),
-        given(tool, "use_dora"),
-        draft.sources.written(tool, "lora_target_modules"),
-    )
+    on, dora = given(tool, "use_peft"), given(tool, "use_dora")
+    layers = draft.sources.written(tool, "lora_target_modules")
     items = {ours: get(tool, theirs) for ours, theirs in _LORA.items()}
-    has_adapter = on is not None and draft.flag(on)
+    has_adapter = draft.flag(on)
     if has_adapter and on is not None:
         adapter(draft, on, items, dora)
         targets(draft, layers)
@@ -101,7 +93,7 @@ def _sft(draft: Draft) -> Columns:
     packing, strategy = written(tool, "packing"), get(tool, "packing_strategy")
     if packing is not None and draft.flag(packing) and strategy is not None:
         ours = _PACKINGS.get(draft.text(strategy))
-        items = [packing, *([strategy] if strategy.origin else [])]
+        items = (packing, strategy if strategy.origin else None)
         if ours is None:
             draft.refuse("task.packing", f"{strategy.value} has no counterpart; write documents or joined", *items)
         else:
@@ -149,48 +141,23 @@ def _preferences(draft: Draft, tool: Tool) -> None:
         return
     if kind is None:
         return
-    names = kind.value if isinstance(kind.value, list) else [kind.value]
-    ours = _LOSSES.get(str(names[0])) if len(names) == 1 else None
-    if ours is None:
-        draft.refuse_file(kind, f"losses are {', '.join(_LOSSES)}, and one is trained")
-    else:
+    if ours := one_loss(draft, kind, _LOSSES):
         draft.take("task.loss.type", ours, kind)
     draft.unread("TRL 1.16 ignores it for this loss", written(tool, "label_smoothing"))
 
 
 def _rows(draft: Draft, tool: Tool, columns: Columns, folder: Path) -> None:
     sources = draft.sources
-    name, mixture = sources.given(tool, "dataset_name"), sources.given(tool, "datasets")
-    train, test = sources.get(tool, "dataset_train_split"), sources.get(tool, "dataset_test_split")
-    config, share = sources.given(tool, "dataset_config"), sources.given(tool, "test_split_size")
-    strategy = sources.get(_TA, "eval_strategy")
-    evaluates = strategy is not None and strategy.value not in ("no", None)
-    validation: float | str | None = None
-    others: list[Item] = []
-    if evaluates and share is not None:
-        validation, others = draft.number(share), [share]
-    elif evaluates and test is not None and not mixture:
-        validation, others = draft.text(test), [test]
-    else:
-        draft.unread("eval_strategy is no", test, share)
+    name, mixture, config = (sources.given(tool, key) for key in ("dataset_name", "datasets", "dataset_config"))
+    train = sources.get(tool, "dataset_train_split")
+    validation, held = _validation(draft, tool)
     if mixture is not None:
         draft.unread("datasets has precedence", name, config, train)
         sets = _mixture(draft, mixture, columns)
         if sets:
-            take_rows(draft, folder, sets, validation, mixture, *others)
+            take_rows(draft, folder, sets, validation, mixture, held)
     elif name is not None and train is not None:
-        path = draft.text(name)
-        keys = {"subset": draft.text(config)} if config is not None else {}
-        is_file = path.lower().removesuffix(".gz").endswith(ENDINGS)
-        rows = RowSet((path,) if is_file else (), path, keys, draft.text(train), columns)
-        if is_file and isinstance(validation, str):
-            draft.refuse("data.validation", "a file of validation rows, or a share such as 0.05", *others)
-            validation = 0.0
-        take_rows(draft, folder, [rows], validation or None, name, *others)
-        if config is not None:
-            draft.say(config, Outcome.CONVERTED, f"`data.subset` {config.value}")
-        if train.origin is not None:
-            draft.say(train, Outcome.CONVERTED, f"`data.train` {train.value}")
+        _one_set(draft, RowSet((), draft.text(name), {}, draft.text(train), columns), validation, held, folder)
     else:
         draft.missing["data"] = "the rows: `dataset_name` is missing"
         draft.unread("dataset_name is missing", config, train)
@@ -198,25 +165,52 @@ def _rows(draft: Draft, tool: Tool, columns: Columns, folder: Path) -> None:
             draft.take(f"task.{key}", column, Item(tool, "method", tool.value, None))
 
 
+def _validation(draft: Draft, tool: Tool) -> tuple[float | str | None, Item | None]:
+    """Return the share or the split of the validation rows, and its key."""
+    sources = draft.sources
+    test, share = sources.get(tool, "dataset_test_split"), sources.given(tool, "test_split_size")
+    strategy = sources.get(_TA, "eval_strategy")
+    if strategy is None or strategy.value in ("no", None):
+        draft.unread("eval_strategy is no", test, share)
+    elif share is not None:
+        draft.unread("test_split_size has precedence", test)
+        return draft.number(share), share
+    elif test is not None and not sources.given(tool, "datasets"):
+        return draft.text(test), test
+    else:
+        draft.unread("datasets has precedence", test)
+    return None, None
+
+
+def _one_set(draft: Draft, rows: RowSet, validation: float | str | None, held: Item | None, folder: Path) -> None:
+    tool = draft.sources.program
+    assert tool is not None
+    name, config, train = (
+        draft.sources.get(tool, key) for key in ("dataset_name", "dataset_config", "dataset_train_split")
+    )
+    assert name is not None
+    if config is not None and config.value:
+        rows = replace(rows, keys={"subset": draft.text(config)})
+        draft.say(config, Outcome.CONVERTED, f"`data.subset` {config.value}")
+    if is_table(rows.name):
+        rows = replace(rows, files=(rows.name,))
+        if isinstance(validation, str):
+            draft.refuse("data.validation", "a file of validation rows, or a share such as 0.05", held)
+            validation = 0.0
+    take_rows(draft, folder, [rows], validation or None, name, held)
+    draft.say(train, Outcome.CONVERTED, f"`data.train` {rows.split}")
+
+
 def _mixture(draft: Draft, item: Item, columns: Columns) -> list[RowSet]:
     """Return the data sets of `datasets`; an empty list after a problem."""
-    if not isinstance(item.value, list) or not all(isinstance(entry, dict) for entry in item.value):
-        draft.problem(item, "must be a list of data sets, each with a path; begin each with `- path:`")
-        return []
     found = []
-    for place, entry in enumerate(item.value):
+    for place, entry in entries(draft, item):
         strange = [key for key, value in entry.items() if key not in _SET and value is not None]
-        path: Any = entry.get("path")
-        if strange or not isinstance(path, str):
-            rule = f"has `{strange[0]}`, which decides what is learned; remove it" if strange else "needs a path"
-            draft.problem(item, f"{rule} in {item.key}[{place}]")
+        if strange:
+            draft.problem(item, f"has `{strange[0]}`, which decides what is learned; remove it in {place}")
             return []
-        files = entry.get("data_files") or []
-        names = tuple([files] if isinstance(files, str) else [str(file) for file in files])
-        if names and path not in ("json", "csv", "parquet"):
-            names = tuple(os.path.join(path, file) for file in names)
-        if not names and path.lower().removesuffix(".gz").endswith(ENDINGS):
-            names = (path,)
-        keys = {"subset": str(entry["name"])} if entry.get("name") else {}
-        found.append(RowSet(names, path, keys, str(entry.get("split") or "train"), columns))
+        rows = row_set(draft, item, entry, place)
+        if rows is None:
+            return []
+        found.append(replace(rows, columns=columns))
     return found
