@@ -116,6 +116,15 @@ def test_the_two_tools_of_ambiguous_arguments_are_named(write: Write):
         tool_of("axolotel")
 
 
+@pytest.mark.parametrize(
+    ("keys", "name"), [(AXOLOTL, "num_epochs"), (FACTORY, "num_train_epochs"), (SFT, "num_train_epochs")]
+)
+def test_fractions_of_an_epoch_stay(write: Write, keys: dict[str, Any], name: str):
+    conversion = of(write, keys | {name: 1.5})
+    assert conversion.recipe["training"]["epochs"] == 1.5
+    assert "training.epochs" not in conversion.todo
+
+
 @pytest.mark.parametrize("processes", [1, 4])
 def test_the_batch_counts_the_ranks(write: Write, processes: int):
     file = write(AXOLOTL | {"gradient_accumulation_steps": 3}, "a.yaml")
@@ -239,6 +248,13 @@ def test_sets_of_axolotl_that_cannot_be_read_alike_are_refused(write: Write, ent
         of(write, AXOLOTL | {"datasets": [entry]})
 
 
+@pytest.mark.parametrize("keys", [AXOLOTL | {"rl": "dpo"}, SFT | {"dataset_name": None}])
+def test_single_files_of_a_repository_are_left_to_the_user(write: Write, keys: dict[str, Any]):
+    entry = {"path": "org/rows", "data_files": "a.jsonl"} | ({"type": "chat_template"} if "rl" in keys else {})
+    conversion = of(write, keys | {"datasets": [entry]})
+    assert "single files of a hub repository, a.jsonl; download them" in conversion.todo["data.train"]
+
+
 def test_the_prompt_of_alpaca_is_left_to_the_user(write: Write):
     conversion = of(write, AXOLOTL | {"datasets": [{"path": "tatsu-lab/alpaca", "type": "alpaca"}]})
     assert "Alpaca prompt" in conversion.todo["data.map"]
@@ -339,6 +355,8 @@ def test_a_command_may_override_its_file(write: Write):
         ("trl sft --max_length 1 --max_length 2", "`--max_length` is there twice"),
         ("trl sft --model_name_or_path 'm", "write each quoted value on one line"),
         ("trl sft stray --max_length 1", "`stray` belongs to no option"),
+        ("trl sft --config --max_length 1", "`--config` must be the path of one file, but is true"),
+        ("trl sft --config a.yaml b.yaml", "`--config` must be the path of one file"),
     ],
 )
 def test_odd_commands_are_refused(write: Write, text: str, words: str):

@@ -176,6 +176,7 @@ def test_batch_steps_and_rates_are_those_of_the_tool(place: Path, name: str, mon
     assert rates == pytest.approx(expected_rates(case, steps), rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_recipe_is_checked_and_trains_for_two_steps(
     place: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

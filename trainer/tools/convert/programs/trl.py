@@ -105,11 +105,11 @@ def _sft(draft: Draft) -> Columns:
     text = written(tool, "dataset_text_field")
     if turns is not None and draft.flag(turns):
         draft.unread("assistant_only_loss is set", completions, text)
-        draft.say(turns, Outcome.CONVERTED, '`task.messages` "messages": the assistant\'s turns are trained')
+        draft.say(turns, Outcome.CONVERTED, '`task.messages` "messages" (the assistant\'s turns are trained)')
         return {"messages": "messages"}
     if completions is not None and draft.flag(completions):
         draft.unread("completion_only_loss is set", text)
-        draft.say(completions, Outcome.CONVERTED, '`task.prompt` "prompt" and `task.completion` "completion"')
+        draft.say(completions, Outcome.CONVERTED, '`task.prompt` "prompt"; `task.completion` "completion"')
         return {"prompt": "prompt", "completion": "completion"}
     if completions is not None and completions.value is False:
         draft.refuse_file(completions, "prompts are not trained; for texts without a prompt, write one column")
