@@ -59,7 +59,7 @@ class Evaluation:
         if self.as_json:
             say_json(json.dumps({**facts, "metrics": encode_numbers(metrics)}, allow_nan=False))
         else:
-            shown = {**facts, **{name: f"{value:.6g}" for name, value in metrics.items()}}
+            shown = facts | {name: f"{value:.6g}".replace("nan", "nan (undefined)") for name, value in metrics.items()}
             width = max(map(len, shown))
             say(*(f"{name:<{width}}  {value}" for name, value in shown.items()))
 

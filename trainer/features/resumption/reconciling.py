@@ -62,7 +62,10 @@ def _continuation(state: SavedBoxes, was: Mapping[str, Any], now: Mapping[str, A
     rates = ((schedule.factor(step, before), schedule.factor(step, after)) for step in range(done))
     other = next((step for step, (old, new) in zip(count(1), rates, strict=False) if old != new), None)
     if other is None:
-        return f"the training ends at step {after} instead of {before}; the learning rates of its {done} steps stay"
+        return (
+            f"the training ends at step {after} instead of {before}; the learning rates of its {done} steps stay"
+            + _extra_evaluation(state, before)
+        )
     run, recipe = state.folder.parents[1], state.facts.origin.get("recipe")
     is_drawn = isinstance(recipe, Mapping) and (recipe.get("model") or {}).get("name_or_path") is None
     config = " model.config=null" if is_drawn else ""
@@ -72,6 +75,17 @@ def _continuation(state: SavedBoxes, was: Mapping[str, Any], now: Mapping[str, A
         f" trainer run RECIPE model.name_or_path={run / 'model'}{config} checkpoint.folder={run}-2."
         f" To keep the choice, begin a run with the larger number and training.stop_at_step={before}; the same command"
         " continues it"
+    )
+
+
+def _extra_evaluation(state: SavedBoxes, end: int) -> str:
+    """Return a note on the best evaluation if it is that of the old end, which is due whatever the interval."""
+    best = state.facts.progress.best
+    if best is None or best.step != end:
+        return ""
+    return (
+        f"; the best evaluation so far is that of the old end, step {end}, which counts also if"
+        " `evaluation.every` leaves it out"
     )
 
 

@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 
 from trainer.base.extensions import consume
 from trainer.base.file_formats import formats_by_ending
+from trainer.base.text import listed
 from trainer.recipe.paths import KeyPath, dotted, shown_value
 from trainer.recipe.reading.keys import find_node, is_named, kinds, nearest_node, section_models
 from trainer.recipe.reading.parser import Node, Problem
@@ -31,6 +32,7 @@ from trainer.recipe.strategies import STRATEGIES
 
 Schema = Mapping[str, Any]
 
+_MANY, _SHOWN = 20, 6  # values of a key; more are listed in part, behind the suggestion
 _BLANK_KEY = "blank_key"
 """The type of error of a `NameKey`."""
 
@@ -153,6 +155,8 @@ def _must_be(path: KeyPath, rule: Schema, node: Node) -> Problem:
     if remedy.startswith("; write [") and not node.origin.line and isinstance(path[-1], str):  # for the shell
         remedy = f"; write {shlex.quote(dotted(path) + '=' + remedy.removeprefix('; write '))}"
     text = f"`{dotted(path)}` must be {_rule_in_words(rule)}, but is {shown_value(value)}{remedy}"
+    if remedy.startswith("; did you mean") and len(choices := _choices(_branches(rule))) > _MANY:
+        text = f"`{dotted(path)}` is {shown_value(value)}{remedy} Values are {listed(choices, _SHOWN)}"
     return Problem(node.origin, text)
 
 
@@ -206,11 +210,8 @@ def _rule_in_words(schema: Schema) -> str:
 
 def _bounds(schema: Schema) -> str:
     words = {
-        "minimum": "of at least",
-        "exclusiveMinimum": "above",
-        "maximum": "of at most",
-        "exclusiveMaximum": "below",
-    }
+        "minimum": "of at least", "exclusiveMinimum": "above", "maximum": "of at most", "exclusiveMaximum": "below",
+    }  # fmt: skip
     bounds = [f"{word} {shown_value(schema[key])}" for key, word in words.items() if key in schema]
     return f" {' and '.join(bounds)}".replace(" and of ", " and ") if bounds else ""
 
@@ -337,8 +338,7 @@ def _items_in(text: str, schema: Schema) -> list[str]:
 
 def _list_in(text: str, schema: Schema) -> str:
     """Return the list that a text means as JSON, with the choices that its items nearly spell; empty: it means none."""
-    items = _items_in(text, schema)
-    if not items:
+    if not (items := _items_in(text, schema)):
         return ""
     branches = _branches(schema["items"])
     choices = _choices(branches)
