@@ -19,6 +19,7 @@ from trainer.features.embeddings.section import Embedding
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.registry import build_task
 from trainer.tasks.types import EvaluatedSplit
+from trainer.tools.plan.simulated_rank import shapes_only
 
 WHERE = "`rows.jsonl`"
 SCORED = {"texts": ["a", "b"], "score": "score", "metrics": ["spearman"]}
@@ -84,6 +85,13 @@ def test_cosent_against_sentence_transformers(labels):
     torch.testing.assert_close(gradient_of(found.mean(), embeddings), gradient_of(expected, embeddings))
 
 
+@pytest.mark.parametrize("loss", ["cosine", "cosent", "angle"])
+def test_a_plan_needs_no_values_of_scores(loss):
+    task = task_of(**SCORED, loss=loss)
+    with shapes_only(cuda=True):
+        assert task.joint_losses(torch.empty(5, 2, 8), torch.empty(5)).shape == (5,)
+
+
 def test_cosine_is_a_squared_error_of_each_row():
     task, embeddings = task_of(**SCORED, loss="cosine"), embeddings_of(5)
     cosines, scores = F.cosine_similarity(embeddings[:, 0], embeddings[:, 1], dim=-1), torch.rand(5)
@@ -120,7 +128,10 @@ class _Known(torch.nn.Module):
 @pytest.mark.parametrize("loss", ["multiple_negatives", "cosent", "angle"])
 def test_nested_embeddings_against_sentence_transformers(loss):
     """The sizes are odd too, for which the angle pads with a zero."""
-    embeddings, scores = embeddings_of(7), torch.tensor([0.2, 1.0, 0.2, 0.6, 0.0, 1.0, 0.4])
+    embeddings, scores = (
+        embeddings_of(7).detach().double().requires_grad_(),
+        torch.tensor([0.2, 1.0, 0.2, 0.6, 0.0, 1.0, 0.4]),
+    )
     kinds = {
         "multiple_negatives": losses.MultipleNegativesRankingLoss,
         "cosent": losses.CoSENTLoss,

@@ -15,6 +15,8 @@ from trainer.tools.init.shapes import shapes
     [
         (rows_of(3, prompt="p", chosen="a", rejected="b"), {"type": "preference", "prompt": "prompt"}),
         (rows_of(3, chosen=CHAT, rejected=CHAT), {"type": "preference", "prompt": None}),
+        (rows_of(3, prompt=("a",), chosen=CHAT, rejected=CHAT), {"type": "preference", "prompt": None}),
+        (rows_of(3, prompt="other", chosen=CHAT, rejected=CHAT), {"type": "preference", "prompt": "prompt"}),
         (rows_of(3, prompt="p", completion="a", label=(True, False)), {"loss": {"type": "kto"}, "label": "label"}),
         (rows_of(3, prompt="p", completion="a", label=(0, 1)), {"loss": {"type": "kto"}}),
         (rows_of(3, prompt="p", completion="a", label=("desirable", "Undesirable")), {"loss": {"type": "kto"}}),

@@ -182,6 +182,20 @@ def test_the_recipe_of_an_odd_file_loads_its_rows(
     assert len(splits.train.rows) + len(splits.validation.rows) == num_rows
 
 
+def test_rows_without_values_of_the_validation_file_are_left_out_too(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without columns of 0 and 1 among the other labels, and with one line on the rows."""
+    Path("a.csv").write_text(as_csv(FLAGS))
+    Path("b.csv").write_text(as_csv({**FLAGS, "comment_text": ["", *FLAGS["comment_text"][1:]]}))
+    assert main(["init", "a.csv", "data.validation=b.csv", "--yes"]) == ExitCode.DONE
+    out = capsys.readouterr().out
+    assert "leaves out 1 of 40 validation rows: `comment_text` is null in 1" in out
+    assert "are left out" not in out
+    assert "task.label=" not in out
+    data = load_recipe("a.yaml").recipe.data
+    splits = load_splits(data)
+    assert (len(splits.train.rows), splits.validation and len(splits.validation.rows)) == (40, 39)
+
+
 @pytest.mark.parametrize(
     ("override", "texts"), [((), None), (("task.type=embedding",), ["sentence1", "sentence2"])]
 )  # fmt: skip

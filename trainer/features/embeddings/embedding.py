@@ -459,11 +459,11 @@ def _cosent(logits: Tensor, labels: Tensor) -> Tensor:
     order = labels.argsort(stable=True)
     logits, labels = logits[order], labels[order].contiguous()
     num_lower = torch.searchsorted(labels, labels)  # rows with a lower label stand before
-    has_lower = num_lower > 0
-    # The sum over all rows with a lower label, in a stable form.
-    lower = logits.logcumsumexp(0)[num_lower[has_lower] - 1]
+    # The sum over all rows with a lower label, in a stable form. Shapes depend on no values, so a plan knows them.
+    lower = logits.logcumsumexp(0)[(num_lower - 1).clamp(min=0)]
+    terms = (lower - logits).masked_fill(num_lower == 0, -torch.inf)
     # The first term is the 1 in the logarithm; made of the logits, it has a gradient where no pair is.
-    return torch.cat([logits[:1] * 0.0, lower - logits[has_lower]]).logsumexp(0)
+    return torch.cat([logits[:1] * 0.0, terms]).logsumexp(0)
 
 
 def _alike(embeddings: Tensor, split: EvaluatedSplit) -> Tensor:

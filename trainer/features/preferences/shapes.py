@@ -19,7 +19,11 @@ def of_preferences(columns: Columns) -> Iterator[tuple[Any, ...]]:
     pair = columns.every(_ANSWERS, "chosen", "rejected")
     prompt = columns.get(_ANSWERS, *_PROMPTS)
     if pair:
-        names = {"prompt": prompt and prompt.name, "chosen": pair[0], "rejected": pair[1]}
+        names = {
+            "prompt": None if prompt is None or _repeats(prompt, columns) else prompt.name,
+            "chosen": pair[0],
+            "rejected": pair[1],
+        }
         yield {"type": "preference", **names}, "a better and a worse answer in each row (DPO)"
         yield {"type": "reward_model", **names}, "a better and a worse answer in each row"
     completion, label = columns.get(_ANSWERS, *_COMPLETIONS), columns.get(("boolean", "integer", "text"), *_LABELS)
@@ -29,3 +33,12 @@ def of_preferences(columns: Columns) -> Iterator[tuple[Any, ...]]:
         table = opposites(label.distinct)
         made = {name: name for name in names.values() if name} | {label.name: {"column": label.name, "values": table}}
         yield found if table is None else (*found, made)
+
+
+def _repeats(prompt: Any, columns: Columns) -> bool:
+    """Return whether a prompt is a text, and the chats of the answers begin with it, as in UltraFeedback."""
+    chosen = columns.get(_ANSWERS, "chosen")
+    if prompt.kind != "text" or chosen.kind != "chat" or not chosen.values[0]:
+        return False
+    first = chosen.values[0][0]
+    return bool(first.get("content", first.get("value")) == prompt.values[0])

@@ -43,6 +43,7 @@ _LARGEST_STEP, _FEWEST_STEPS = 32, 8  # rows of a step, and steps of an epoch: f
 _HELD_OUT, _FEWEST_TO_HOLD_OUT = 0.1, 10
 _UNKNOWN_BATCH = 8
 _MOST_COLUMNS = 12
+_WHERE = "are left out by `data.map.where`"
 
 
 class Ask(Protocol):
@@ -73,13 +74,14 @@ def propose(request: InitRequest, ask: Ask = take_default) -> Proposal:
     """
     draft = Draft(request)
     draft.put("name", recipe_name(request.source))
-    rows, is_whole, own_notes = read(draft)
+    rows, is_whole, own_notes, other_rows = read(draft)
     columns: Sequence[Column] = columns_of(rows, MOST_ROWS)
+    others = [] if other_rows is None else columns_of(other_rows, MOST_ROWS)
     shape = _shape(columns, request, ask, own_notes)
     shape, columns = _with_classes(shape, columns, draft)
     lines = list(_data_lines(draft, columns, len(rows), is_whole))
     lines.append(f"task      {_put_task(draft, shape)}")
-    num_left_out, about_rows = _put_where(draft, *left_out(columns, shape, is_whole))
+    num_left_out, about_rows = _put_where(draft, *left_out(columns, shape, is_whole, others))
     lines += about_rows
     lines.append(f"model     {_put_model(draft, shape.type, ask)}")
     _put_rows(draft, len(rows) - num_left_out)
@@ -101,7 +103,8 @@ def propose(request: InitRequest, ask: Ask = take_default) -> Proposal:
     lines.append(f"batch     {_put_batch(draft, devices)}")
     draft.resolved()
     label_notes = notes(columns, shape, "task.label" in request.given)
-    lines += [f"note      {note}" for note in (*label_notes, *checked.notes)]
+    check_notes = [note for note in checked.notes if not (about_rows and _WHERE in note)]  # the rows are counted above
+    lines += [f"note      {note}" for note in (*label_notes, *check_notes)]
     lines += [f"unchecked {part}" for part in checked.local.unchecked]
     return Proposal(draft.text(), tuple(lines), tuple(checked.problems.messages))
 
@@ -145,7 +148,7 @@ def _with_classes(shape: Shape, columns: Sequence[Column], draft: Draft) -> tupl
     names_classes = is_typed and "labels" in task_sections()[shape.type].model_fields
     if not names_classes or label is None or label.kind == "text" or shape.columns is not None:
         return shape, columns
-    again = {column.name: column for column in columns_of(read(draft, {label.name: "class"})[0], MOST_ROWS)}
+    again = {column.name: column for column in columns_of(read(draft, {label.name: "class"}).train, MOST_ROWS)}
     found = shapes(list(again.values()), {key: shape.task[key] for key in ("text", "label")})
     made = next((replace(one, labels=shape.labels) for one in found if one.type == shape.type), shape)
     return made, [again[label.name] if column is label else column for column in columns]

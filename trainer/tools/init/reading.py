@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainer.base.errors import Problems, TrainerError
 from trainer.base.text import listed
@@ -30,8 +30,17 @@ _MOST_LETTERS = 0.2
 _MOST_TABLES = 20
 
 
-def read(draft: Draft, kinds: Mapping[str, CellKind] | None = None) -> tuple[Any, bool, Sequence[str]]:
-    """Return rows of the training split, whether they are all, and notes on them; set the section `data`.
+class Rows(NamedTuple):
+    """Rows of the training split, whether they are all, notes on them, and rows of the validation split, if any."""
+
+    train: Any
+    is_whole: bool
+    notes: Sequence[str]
+    validation: Any
+
+
+def read(draft: Draft, kinds: Mapping[str, CellKind] | None = None) -> Rows:
+    """Return rows of the data; set the section `data`.
 
     `kinds` are those of columns of CSV files that a task reads, if it is known.
 
@@ -47,7 +56,7 @@ def read(draft: Draft, kinds: Mapping[str, CellKind] | None = None) -> tuple[Any
     return _load(draft, kinds)
 
 
-def _load(draft: Draft, kinds: Mapping[str, CellKind] | None = None) -> tuple[Any, bool, Sequence[str]]:
+def _load(draft: Draft, kinds: Mapping[str, CellKind] | None = None) -> Rows:
     request = draft.request
     stub = Draft(replace(request, overrides=tuple(word for word in request.overrides if word.startswith("data."))))
     stub.values.update(
@@ -60,7 +69,8 @@ def _load(draft: Draft, kinds: Mapping[str, CellKind] | None = None) -> tuple[An
         draft.put("data.validation", data.validation)
     elif isinstance(data, FileData) or "data.validation" in request.given:
         problems.raise_all()
-    return splits.train.rows, splits.train.is_whole, splits.notes
+    validation = None if splits.validation is None else splits.validation.rows
+    return Rows(splits.train.rows, splits.train.is_whole, splits.notes, validation)
 
 
 def _put_encoding(draft: Draft) -> None:
@@ -117,15 +127,33 @@ def _put_table(draft: Draft) -> None:
     for place, table in enumerate(names[:_MOST_TABLES]):
         tried = Draft(draft.request, {"data": {**draft.values["data"], key: table}})
         with suppress(TrainerError):  # of tables without rows
-            if fitting := shapes(columns_of(_load(tried)[0], MOST_ROWS), draft.request.given_columns):
+            if fitting := shapes(columns_of(_load(tried).train, MOST_ROWS), draft.request.given_columns):
                 found.append((fitting[0].task.keys() <= {"type", "text"}, place, table))
     table = min(found)[2] if found else names[0]
     others = listed([f"`{other}`" for other in names if other != table], 5)
     draft.put(f"data.{key}", table, f"the first with columns for a task; others: {others}")
 
 
-def left_out(columns: Sequence[Column], shape: Shape, is_whole: bool) -> tuple[list[str], str, int]:
-    """Return conditions that leave out rows without a value that the task reads, the reason, and their number."""
+def left_out(
+    columns: Sequence[Column], shape: Shape, is_whole: bool, validation: Sequence[Column] = ()
+) -> tuple[list[str], str, int]:
+    """Return conditions that leave out rows without a value that the task reads, the reason, and their number.
+
+    `validation` are the columns of a validation split of its own; the number counts training rows only.
+    """
+    conditions, reasons, lacking = _lacking(columns, shape)
+    number = max((len(column.cells) for column in columns), default=0)
+    scope = f"{number:,}" if is_whole else f"the first {number:,}"
+    parts = [f"{lacking:,} of {scope} rows: {listed(reasons, 5)}"] if reasons or not validation else []
+    others, reasons, number = _lacking(validation, shape)
+    if others:
+        rows = max(len(column.cells) for column in validation)
+        parts.append(f"{number:,} of {rows:,} validation rows: {listed(reasons, 5)}")
+    return list(dict.fromkeys((*conditions, *others))), f"leaves out {'; '.join(parts)}", lacking
+
+
+def _lacking(columns: Sequence[Column], shape: Shape) -> tuple[list[str], list[str], int]:
+    """Return conditions, the reason of each column, and the number of rows that lack a value."""
     conditions, reasons, rows = list[str](), list[str](), set[int]()
     for column in names_read(columns, shape):
         lacking = {row: value for row, value in enumerate(column.cells) if _lacks(column, value)}
@@ -137,9 +165,7 @@ def left_out(columns: Sequence[Column], shape: Shape, is_whole: bool) -> tuple[l
         kinds += [json.dumps(text, ensure_ascii=False) if text.strip() else "blank" for text in column.missing]
         kinds += ["NaN"] if any(isinstance(value, float) for value in lacking.values()) else []
         reasons.append(f"`{column.name}` is {' or '.join(dict.fromkeys(kinds))} in {len(lacking):,}")
-    number = max((len(column.cells) for column in columns), default=0)
-    scope = f"{number:,}" if is_whole else f"the first {number:,}"
-    return conditions, f"leaves out {len(rows):,} of {scope} rows: {listed(reasons, 5)}", len(rows)
+    return conditions, reasons, len(rows)
 
 
 def _lacks(column: Column, value: Any) -> bool:

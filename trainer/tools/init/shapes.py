@@ -184,7 +184,8 @@ def _of_flags(columns: _Columns, texts: Sequence[str], labels: Sequence[Column])
     else:
         task["multi_label"], rule = True, "each is a label of its own"
     made = {**{name: name for name in single}, new: read}
-    yield Shape(task, f"{len(names)} columns of 0 and 1, {rule}", made, labels)
+    others = [label for label in labels if label.name not in names]
+    yield Shape(task, f"{len(names)} columns of 0 and 1, {rule}", made, others)
 
 
 def _of_label(label: Column, text: str | list[str], others: Sequence[Column]) -> Iterator[Shape]:
@@ -355,7 +356,9 @@ def notes(columns: Sequence[Column], shape: Shape, is_label_given: bool) -> Iter
             yield from _notes_on_classes(column)
         elif column.name.strip().lower() in _LABELS and len(column.distinct) < 2:
             yield f"`{column.name}` is not taken as the label, since it has one value or none: {column.shown}"
-    others = [f"{shlex.quote(f'task.label={one.name}')} ({one.shown.partition(' (')[2]}" for one in shape.labels]
+    others = [
+        f"{shlex.quote(f'task.label={one.name}')} {one.shown.removeprefix(one.name).strip()}" for one in shape.labels
+    ]
     if others and not is_label_given:
         more = "" if "label" in shape.task else "task.type=sequence_classification and "
         yield f"the label may be another column: {more}{listed(others, _MOST_SHOWN)}"
