@@ -173,7 +173,7 @@ def test_a_given_type_keeps_text_and_label(capsys: pytest.CaptureFixture[str]) -
 def test_problems_of_rows_come_with_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [f"text {row},{row % 2}" for row in range(30)]
     Path("my_train.csv").write_text("\n".join(["text,label", *rows]), encoding="utf-8")
-    Path("my_dev.csv").write_text("\n".join(["text,label", *rows[:3], "text 3,", *rows[4:]]), encoding="utf-8")
+    Path("my_dev.csv").write_text("\n".join(["text,label", *rows[:3], "text 3,7", *rows[4:]]), encoding="utf-8")
     assert main(["init", "my_train.csv", "--yes", "-o", "my.yaml"]) == ExitCode.USER
     shown = capsys.readouterr()
     assert shown.out.endswith("wrote     my.yaml\n")
