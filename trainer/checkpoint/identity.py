@@ -38,7 +38,8 @@ def identity(
         second: facts of a second model that stand for keys of the recipe, by section and key.
     """
     sections = recipe.model_dump(mode="json", exclude=set(_HOW))
-    for section, keys in (("training", _HOW_TRAINING), ("model", _WHERE_MODEL), ("task", _how_task())):
+    how_task = ("metrics", *(row.name.removeprefix("task.") for row in registered("head")))  # keys of output heads, too
+    for section, keys in (("training", _HOW_TRAINING), ("model", _WHERE_MODEL), ("task", how_task)):
         for key in keys:
             sections[section].pop(key, None)
     for section, facts in second.items():
@@ -51,11 +52,6 @@ def identity(
     if recipe.data.date is not None:
         data["date"] = recipe.data.date
     return {**sections, "data": data}
-
-
-def _how_task() -> tuple[str, ...]:
-    """Return the keys of `task` that a resumed run may change: metrics, and those of output heads."""
-    return ("metrics", *(row.name.removeprefix("task.") for row in registered("head")))
 
 
 def is_partly_frozen(identity: Mapping[str, Any]) -> bool:

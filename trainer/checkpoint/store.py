@@ -18,8 +18,8 @@ from trainer.base.disk import REPLACED, UNFINISHED, read_plain, remove, replace_
 from trainer.base.errors import storage_error
 from trainer.base.waiting import wait_until
 from trainer.checkpoint.format import Facts, WrittenFile, read_facts, seal
+from trainer.checkpoint.names import saved_steps
 
-_FOLDER_NAME = re.compile(r"step-([0-9]{8,15})")
 _REMOVED, _LATEST = ".removed-", "latest"
 _MARKER, _MEMORY_KEY = ".seen-", "memory-key"
 _KEY_BYTES = 8
@@ -27,11 +27,6 @@ _KEY = re.compile(rb"[0-9a-f]{%d}" % (2 * _KEY_BYTES))
 
 FOLDER_SECONDS = 60.0
 """The longest time until a machine sees the files of another one, since NFS caches the entries of a folder."""
-
-
-def steps_of(names: Iterable[str]) -> list[int]:
-    """Return the steps of the names that are those of checkpoints' folders, oldest first."""
-    return sorted(int(match[1]) for match in map(_FOLDER_NAME.fullmatch, names) if match)
 
 
 def folder_name(step: int) -> str:
@@ -55,8 +50,7 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, oldest first."""
-        # A folder gets this name when it is complete.
-        return steps_of(path.name for path in self.folder.glob("step-*") if path.is_dir())
+        return saved_steps(self.folder.parent)
 
     def path(self, step: int) -> Path:
         """Return the folder of a complete checkpoint."""

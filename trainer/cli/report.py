@@ -21,7 +21,8 @@ def report(
 
     Runs may still train, or may have been killed.
     """
-    from trainer.tools.report.report import read_runs, write_report
+    from trainer.tools.report.report import write_report
+    from trainer.tools.report.runs import read_runs
 
     if not plain:
         say(str(write_report(runs, output)))

@@ -36,10 +36,6 @@ _KEYS = {
 """The keys of the recipe for fields of tasks with another name; a column `NAME_column` has the key `NAME`."""
 
 
-def _key_of(field: str) -> str:
-    return _KEYS.get(field, field.removesuffix("_column"))
-
-
 class Loss(ABC):
     """From the inputs of a microbatch to its loss: the part of a task that an engine calls in a step."""
 
@@ -330,7 +326,8 @@ class Task(VocabularyLoss, Scores, Answers, Generates, Classes):
         """
         kind: Any = cls
         for field in fields(kind):
-            key = field.name if field.name in type(section).model_fields else _key_of(field.name)
+            named = _KEYS.get(field.name, field.name.removesuffix("_column"))
+            key = field.name if field.name in type(section).model_fields else named
             if key in type(section).model_fields and field.name not in given:
                 value = getattr(section, key)
                 value = (value,) if field.name.endswith("_columns") and isinstance(value, str) else value

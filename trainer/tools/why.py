@@ -29,7 +29,7 @@ from trainer.tools.compare.trial_results import warm_up
 from trainer.tools.compare.turns import Comparison, Trial, first_line
 from trainer.tools.plan.hardware import Devices, device_named, parse_devices
 from trainer.tools.plan.recipe_plan import RecipePlan, plan_recipe
-from trainer.tools.report.report import Run, read_run
+from trainer.tools.report.runs import Run, read_run
 from trainer.tools.report.time_parts import COMMUNICATION, HOST, WAITING, TimeParts, time_parts
 from trainer.tools.utilisation import FIRST_STEP, Planned, mean_length, shortfall
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import warm
 from tests.helpers.tiny_run import write_tiny_run
 from tests.helpers.training import TINY_BERT
 from trainer.base.errors import RecipeError
+from trainer.checkpoint.store import CheckpointStore
 from trainer.cli import main
 from trainer.recipe.plan import last_step, plan_run
 from trainer.recipe.reading.loading import load_recipe
@@ -63,9 +65,29 @@ def test_a_raised_run_is_the_longer_one(
     assert ("resume  " in capsys.readouterr().out) == bool(extra)  # a finished run has nothing to resume
     # Once more stopped half-way, and resumed.
     assert main(["run", str(file), then, raised, "training.stop_at_step=7", "logging.to=console,jsonl"]) == 75
-    assert " ends at step 12 instead of " in " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().out.split())
+    assert " ends at step 12 instead of " in printed
+    assert ("/raised/model stays that of step " in printed) == (not extra)
     assert main(["run", str(file), then, raised]) == 0
     assert main(["run", str(file), then, whole]) == 0
+    assert_same(tmp_path / "raised", tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_raised_run_that_is_killed_is_the_longer_one(tmp_path: Path):
+    """A rank dies by SIGKILL in step 13, after a checkpoint of the raised part."""
+    file = write(tmp_path, CONSTANT)
+
+    def run(folder: str, steps: int, *fault: object) -> int | None:
+        keys = (f"checkpoint.folder={tmp_path / folder}", f"training.max_steps={steps}", "training.micro_batch_size=2")
+        process = warm.start([*fault, "run", file, *keys, "--processes", 2], faulty=bool(fault))
+        print(*process.communicate(timeout=200))
+        return process.returncode
+
+    assert run("raised", 4) == 0
+    assert run("raised", 14, "die", 1, 13) not in (0, None)
+    assert max(CheckpointStore(tmp_path / "raised", 9).steps()) >= 9
+    assert run("raised", 14) == run("whole", 14) == 0
     assert_same(tmp_path / "raised", tmp_path / "whole")
 
 

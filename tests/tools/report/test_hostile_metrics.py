@@ -14,10 +14,11 @@ from tests.observe.samples import end_record, run_info, step_record
 from trainer.base.errors import UsageError
 from trainer.observe.metrics_file import METRICS_FILE_NAME, MetricsFile
 from trainer.observe.records import BadStepRecord, EvaluationRecord, Idling
-from trainer.tools.report import report
+from trainer.tools.report import report, runs
 from trainer.tools.report.listing import find_runs, listing
 from trainer.tools.report.plain import plain_lines
-from trainer.tools.report.report import page_of, read_runs
+from trainer.tools.report.report import page_of
+from trainer.tools.report.runs import read_runs
 from trainer.tools.run_metrics import read_metrics
 
 CODE = "</script><script>alert(1)</script>\x1b[31m\u202e"
@@ -103,5 +104,6 @@ def test_a_long_file_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.Monkey
     assert 50 <= len(found.steps) <= 101
     assert [one.picture for one in found.evaluations] == [None, {"texts": [{"text": "a"}]}]
     assert len(read_metrics(tmp_path / METRICS_FILE_NAME).steps) == 1000
+    monkeypatch.setattr(runs, "MOST_STEPS", 100)
     monkeypatch.setattr(report, "MOST_STEPS", 100)
     assert f"every {found.stride}th logged step" in page_of(read_runs([tmp_path]))

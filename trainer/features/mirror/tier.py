@@ -22,8 +22,9 @@ from trainer.base.errors import StoppedError, TrainerError, UsageError
 from trainer.base.text import is_secret_name, without_secrets
 from trainer.checkpoint.disk import Disk
 from trainer.checkpoint.format import FACTS, LARGEST_FACTS_BYTES, SUMS, open_verified, read_sizes, verify
+from trainer.checkpoint.names import steps_of
 from trainer.checkpoint.registered import TierFeature, TierParts
-from trainer.checkpoint.store import folder_name, steps_of
+from trainer.checkpoint.store import folder_name
 from trainer.checkpoint.tier import WRITING, Background, Tier
 from trainer.engine.state import EngineState
 from trainer.features.mirror.section import place_of

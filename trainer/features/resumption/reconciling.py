@@ -65,6 +65,7 @@ def _continuation(state: SavedBoxes, was: Mapping[str, Any], now: Mapping[str, A
         return (
             f"the training ends at step {after} instead of {before}; the learning rates of its {done} steps stay"
             + _extra_evaluation(state, before)
+            + _last_model(state, before)
         )
     run, recipe = state.folder.parents[1], state.facts.origin.get("recipe")
     is_drawn = isinstance(recipe, Mapping) and (recipe.get("model") or {}).get("name_or_path") is None
@@ -87,6 +88,12 @@ def _extra_evaluation(state: SavedBoxes, end: int) -> str:
         f"; the best evaluation so far is that of the old end, step {end}, which counts also if"
         " `evaluation.every` leaves it out"
     )
+
+
+def _last_model(state: SavedBoxes, end: int) -> str:
+    """Return a note on the exported model of the old end, which `evaluate` takes where no best one is stored."""
+    folder = state.folder.parents[1] / "model"
+    return f"; {folder} stays that of step {end} until then" if folder.is_dir() else ""
 
 
 def _without_new_defaults(state: SavedBoxes, present: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:

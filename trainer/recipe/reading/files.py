@@ -54,7 +54,8 @@ def read_file(path: Path, scalar: Scalar | None = None) -> tuple[Node, list[Prob
     Raises:
         RecipeError: the file cannot be read, or is not in the format of its ending (JSON, if none is registered).
     """
-    text, origin, ending = read_text(path), _file_origin(path), path.suffix.lower()
+    text, ending = read_text(path), path.suffix.lower()
+    origin = Origin(shown_path(path), folder=Path(os.path.abspath(path)).parent)
     if row := recipe_formats().get(ending):
         tree: tuple[Node, list[Problem]] = resolved(row.parse)(text, origin, scalar)
         return tree
@@ -74,10 +75,6 @@ def shown_path(path: Path) -> str:
     with suppress(ValueError, OSError):  # outside, or the current folder was removed
         shown = shown.relative_to(Path.cwd())
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in str(shown))
-
-
-def _file_origin(path: Path) -> Origin:
-    return Origin(shown_path(path), folder=Path(os.path.abspath(path)).parent)
 
 
 def read_text(path: Path) -> str:

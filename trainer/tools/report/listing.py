@@ -9,10 +9,10 @@ from pathlib import Path
 
 from trainer.base.errors import UsageError
 from trainer.base.text import aligned
-from trainer.checkpoint.store import CheckpointStore
+from trainer.checkpoint.names import saved_steps
 from trainer.observe.metrics_file import METRICS_FILE_NAME
 from trainer.observe.summary import format_bytes, format_seconds
-from trainer.tools.report.report import best_text, read_run, seconds_of
+from trainer.tools.report.runs import best_text, read_run, seconds_of
 
 _DEPTH = 2
 _HEADER = ("run", "state", "step", "checkpoint", "best", "time", "size")
@@ -62,7 +62,7 @@ def _listed(folder: Path) -> Listed:
         run = read_run(folder)
     except UsageError as error:
         return Listed(str(folder), "unreadable", str(error), 0, None, None, "-", 0.0, size)
-    total, saved = run.info.get("total_steps"), max(CheckpointStore(folder, keep=1).steps(), default=None)
+    total, saved = run.info.get("total_steps"), max(saved_steps(folder), default=None)
     best, seconds = best_text(run), seconds_of(run)
     return Listed(str(folder), run.state, run.message, run.last_step, total, saved, best, seconds, size)
 

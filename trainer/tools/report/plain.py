@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import plotext
 
 from trainer.base.text import one_line
-from trainer.tools.report.report import Run, best_metric, best_text
+from trainer.tools.report.runs import Run, best_metric, best_text
 
 _HEIGHT = 15
 _TICKS = 4

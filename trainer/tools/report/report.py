@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from pathlib import Path
 from statistics import median_high
 from typing import Any
@@ -17,118 +16,19 @@ from typing import Any
 import plotly.graph_objects as go
 
 from trainer.base.errors import UsageError
-from trainer.base.owned_lock import OwnedLock
 from trainer.base.text import leaves
-from trainer.checkpoint.owner import OWNER_FILE
-from trainer.checkpoint.store import CheckpointStore
-from trainer.observe.heartbeat import read_statuses
-from trainer.observe.metrics_file import METRICS_FILE_NAME
-from trainer.observe.records import EvaluationRecord, StepRecord
+from trainer.checkpoint.names import saved_steps
+from trainer.observe.records import StepRecord
 from trainer.observe.summary import format_bytes, format_decimal, format_rate, format_seconds
 from trainer.recipe.plan import plan_run
 from trainer.recipe.schema import Recipe
-from trainer.tasks.metrics.table import merit
 from trainer.tools.report.figures import Curve, Mark, bars, confusion, curves, ranks, timeline
 from trainer.tools.report.page import MISSING, Section, Table, Text, render
 from trainer.tools.report.preview_blocks import preview_blocks
+from trainer.tools.report.runs import MOST_STEPS, Run, best_of, best_text, read_runs, seconds_of
 from trainer.tools.report.time_parts import MEANINGS, time_parts
 from trainer.tools.report.timeline import RUN_BACKWARD, order_of, simulate
-from trainer.tools.run_metrics import Metrics, read_metrics
 from trainer.tools.writing import write_over
-
-MOST_STEPS = 20_000
-"""The training lines of a run that a report shows; it leaves out every second one of more, again and again."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run folder, with the content of its `metrics.jsonl`."""
-
-    name: str
-    folder: Path
-    metrics: Metrics
-    state: str  # `running`, the outcome `finished`, `stopped` or `failed`, or `killed`
-
-    @property
-    def info(self) -> Mapping[str, Any]:
-        """The facts of its last start; empty if it has none."""
-        return self.metrics.runs[-1] if self.metrics.runs else {}
-
-    @property
-    def end(self) -> Mapping[str, Any]:
-        """The facts of its last end; empty if it has none."""
-        return self.metrics.end or {}
-
-    @property
-    def last_step(self) -> int:
-        """The last step that the metrics, a checkpoint or a heartbeat shows, or 0; not all steps are logged."""
-        found = [int(self.end.get("step", 0)), *CheckpointStore(self.folder, keep=1).steps()]
-        found += [one.step for one in self.metrics.steps[-1:]]
-        found += [one.step for one in self.metrics.evaluations[-1:]]
-        return max(*found, 0, *(one.step for one in read_statuses(self.folder).values()))
-
-    @property
-    def message(self) -> str | None:
-        """The reason of the last end; None if it needs none."""
-        message = self.end.get("message")
-        return None if message is None or self.state == "running" else str(message)
-
-    def key(self, *names: str) -> Any:
-        """Return a key of its recipe, which anyone may have edited; None: it is missing."""
-        value = self.info.get("recipe")
-        for name in names:
-            value = value.get(name) if isinstance(value, Mapping) else None
-        return value
-
-    @property
-    def rank_peaks(self) -> list[int]:
-        """The bytes of the peak memory of each rank; empty if they are unknown."""
-        return list(map(max, zip_longest(*(one.rank_memory_bytes for one in self.metrics.steps), fillvalue=0)))
-
-    def evaluated(self, metric: str) -> list[tuple[int, float]]:
-        """Return the steps of evaluations, and the values of a metric in them."""
-        return [(one.step, one.metrics[metric]) for one in self.metrics.evaluations if metric in one.metrics]
-
-
-def read_run(folder: Path, name: str | None = None, state: str | None = None) -> Run:
-    """Read a run folder, even while it is written.
-
-    Args:
-        name: its name on a page; None: that of the folder.
-        state: its state; None: look at the lock of the folder, which must not be that of this process.
-
-    Raises:
-        UsageError: it holds no metrics, or damaged ones.
-    """
-    try:
-        metrics = read_metrics(folder / METRICS_FILE_NAME, MOST_STEPS)
-    except OSError as error:
-        raise UsageError(
-            f"{str(folder)!r} must be the folder of a run with a {METRICS_FILE_NAME} ({error.strerror}); name a folder"
-            " that holds one"
-        ) from error
-    return Run(name or folder.resolve().name, folder, metrics, state or _state(folder, metrics))
-
-
-def _state(folder: Path, metrics: Metrics) -> str:
-    # The lock comes before the end in the metrics, because a run that starts again has an earlier end there.
-    with suppress(OSError):  # a file system without locks, or the run of another user
-        if OwnedLock(folder / OWNER_FILE).is_held():
-            return "running"
-    if metrics.end is not None:
-        return str(metrics.end["outcome"])
-    # An earlier version wrote no end.
-    total = metrics.runs[-1].get("total_steps") if metrics.runs else None
-    return "finished" if metrics.steps and metrics.steps[-1].step == total else "killed"
-
-
-def read_runs(folders: Sequence[Path], state: str | None = None) -> list[Run]:
-    """Read run folders; the shortest ends of their paths that differ name them."""
-    parts = [folder.resolve().parts for folder in folders]
-    if len(set(parts)) < len(parts):
-        raise UsageError("each run must be named once, but one is named twice; remove it")
-    length = next(n for n in range(1, max(map(len, parts)) + 1) if len({p[-n:] for p in parts}) == len(parts))
-    return [read_run(folder, "/".join(part[-length:]), state) for folder, part in zip(folders, parts, strict=True)]
 
 
 def write_report(folders: Sequence[Path], output: Path | None, state: str | None = None) -> Path:
@@ -190,32 +90,6 @@ def _cells(run: Run) -> Iterator[str]:
     yield format_bytes(max(one.peak_memory_bytes for one in steps)) if last else MISSING
     for name in ("world_size", "layout", "precision"):
         yield str(info.get(name, MISSING))
-
-
-def best_of(metrics: Metrics, metric: str) -> EvaluationRecord | None:
-    """Return the best evaluation by a metric, or None."""
-    found = [one for one in metrics.evaluations if metric in one.metrics]
-    return max(found, key=lambda one: _merit(metric, one.metrics), default=None)
-
-
-def _merit(metric: str, metrics: Mapping[str, float]) -> tuple[float, ...]:
-    with suppress(KeyError):  # a metric of the user's own package, which is not loaded
-        return merit(metric, metrics)
-    return (metrics[metric],)
-
-
-def best_metric(run: Run) -> str:
-    """Return the name of the metric of `evaluation.best`, of the first metric, or `loss`."""
-    named = str(run.key("evaluation", "best"))
-    metrics = run.metrics.evaluations[0].metrics if run.metrics.evaluations else {}
-    return named if named in metrics else next((one for one in metrics if one != "loss"), "loss")
-
-
-def best_text(run: Run) -> str:
-    """Return the best evaluation by `best_metric`."""
-    name = best_metric(run)
-    found = best_of(run.metrics, name)
-    return f"{name} {format_decimal(found.metrics[name])} at step {found.step}" if found else MISSING
 
 
 def _differences(runs: Sequence[Run]) -> Table | str:
@@ -360,7 +234,7 @@ def _marks(run: Run) -> list[Mark]:
         Mark("bad step", [one.step for one in metrics.bad_steps], "x"),
         Mark("skipped for overflow", skipped, "triangle-down-open"),
         Mark("started again", resumed, "triangle-right"),
-        Mark("checkpoint that is kept", CheckpointStore(run.folder, keep=1).steps(), "circle-open"),
+        Mark("checkpoint that is kept", saved_steps(run.folder), "circle-open"),
     ]
 
 
@@ -413,9 +287,3 @@ def _further_facts(info: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "majority class of validation", f"{majority['label']}: {format_decimal(majority['share'])} of the rows"
     if (positive := info.get("positive")) is not None:
         yield "class that f1 counts", str(positive)
-
-
-def seconds_of(run: Run) -> float:
-    """Return the time of all steps: a record's mean stands for the steps since the record before it."""
-    starts = [0, *(one.step for one in run.metrics.steps)]
-    return sum((one.step - start) * one.step_seconds for start, one in zip(starts, run.metrics.steps, strict=False))

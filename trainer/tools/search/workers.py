@@ -23,7 +23,7 @@ from trainer.base.processes import child_variables
 from trainer.observe.records import EvaluationRecord
 from trainer.observe.summary import format_decimal
 from trainer.ranks.stopping import StopRequest
-from trainer.tools.report.report import best_of
+from trainer.tools.report.runs import best_of
 from trainer.tools.search.study import LOSS, REASON, SECONDS, STEP, WORDS, Ranked, Study, Yardsticks
 from trainer.tools.search.trial_run import TrialRun
 
