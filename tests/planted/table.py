@@ -1675,7 +1675,7 @@ _REPORTING = [
     Defect(
         "killed_run_is_finished",
         "A run that was killed counts as finished.",
-        "tools/report/report.py",
+        "tools/report/runs.py",
         "if metrics.steps and metrics.steps[-1].step == total else",
         "if metrics.steps else",
         ("tools/report/test_listing.py::test_the_states_of_runs",),

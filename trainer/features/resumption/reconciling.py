@@ -37,8 +37,8 @@ def reconcile(
     """
     saved = state.facts.identity
     reconciled, notes = _without_new_defaults(state, present)
-    was, now = saved.get("training"), reconciled["training"]
-    if not isinstance(was, Mapping) or not {"epochs", "max_steps"} <= was.keys():
+    was, now = saved.get("training"), reconciled.get("training", {})
+    if not isinstance(was, Mapping) or not {"epochs", "max_steps"} <= was.keys() & now.keys():
         return reconciled, notes
     same_length = {**reconciled, "training": {**now, "epochs": was["epochs"], "max_steps": was["max_steps"]}}
     if differences(saved, reconciled) and not differences(saved, same_length):
