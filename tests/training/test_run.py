@@ -277,7 +277,7 @@ class TestResume:
     def test_more_epochs_after_the_end_are_a_new_run(self, tmp_path):
         recipe = write_tiny_run(tmp_path)
         train(recipe)
-        with pytest.raises(UsageError, match=r"`training.max_steps` was 8 and is 12.*longer one is a new run"):
+        with pytest.raises(UsageError, match=r"`training.max_steps` gives 12 steps, but .* is of a training of 8: "):
             train(recipe, "training.max_steps=12")
 
     def test_a_signal_while_the_model_is_built_takes_no_step(self, whole, tmp_path, monkeypatch):
