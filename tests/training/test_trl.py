@@ -87,5 +87,5 @@ def test_rows_of_all_shapes_are_trained_as_trl_trains_them(tmp_path: Path, name:
     *found, _ = ours(tmp_path, {"type": "causal_lm", **task}, "ours.jsonl", 0.1, tmp_path, section, length)
     losses, weights = differences(found, expected)
     assert max(expected[0]) - min(expected[0]) > 1e-3, "the weights change"
-    assert losses <= 1e-6
+    assert losses <= 2e-6  # up to 1.2e-6 on some processors, which is a few roundings of a loss in fp32
     assert weights <= 1e-6
