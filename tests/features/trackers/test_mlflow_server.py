@@ -114,7 +114,7 @@ def test_a_killed_server_gets_all_points_when_it_is_back(server, tmp_path, monke
     assert wait_for(lambda: not tracker._waiting, 60)
     server.kill()
     train(STEPS_WITHOUT)
-    assert wait_for(lambda: tracker._has_complained, 60)
+    assert wait_for(lambda: "complaint" in tracker._notes.kinds, 60)
     server.start()
     train(STEPS_AFTER)
     assert wait_for(lambda: not tracker._waiting, 60)

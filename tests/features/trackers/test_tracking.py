@@ -141,7 +141,7 @@ def test_a_service_that_returns_gets_the_missing_records_with_one_warning(tmp_pa
     service.is_away = True
     for step in range(1, 4):
         tracker.step(step_record(step))
-        wait_for(lambda: tracker._has_complained)
+        wait_for(lambda: "complaint" in tracker._notes.kinds)
         tracker.doing(step, "in a step")
     service.is_away = False
     wait_for(lambda: len(service.points) == 3)

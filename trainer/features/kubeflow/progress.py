@@ -6,7 +6,6 @@ does for some seconds.
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from trainer.features.kubeflow.server import StatusError, StatusServer
 from trainer.observe.builders import ObserverParts
 from trainer.observe.observer import NumberObserver
 from trainer.observe.records import EndRecord, RunInfo, StepRecord
+from trainer.observe.thread_notes import ThreadNotes
 
 INTERVAL_SECONDS = 5.0  # between two requests; the guide of Kubeflow asks for as much
 RETRY_SECONDS = 30.0
@@ -49,15 +49,13 @@ class TrainJobProgress(NumberObserver):
         interval_seconds: float = INTERVAL_SECONDS,
         retry_seconds: float = RETRY_SECONDS,
     ) -> None:
-        self._server, self._note = server, note
+        self._server, self._notes = server, ThreadNotes(note)
         self._interval_seconds, self._retry_seconds = interval_seconds, retry_seconds
-        self._notes: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._newest: dict[str, Any] | None = None  # replaced as a whole, so that the thread needs no lock
         self._changed, self._ended = threading.Event(), threading.Event()
         # A daemon, because a server that does not answer must not keep the process from its end.
         self._thread = threading.Thread(target=self._work, name="TrainJob", daemon=True)
         self._metrics: dict[str, str] = {}
-        self._has_complained = self._leaves_out = False
         self._total = self._first_step = self._step = 0
         self._began = 0.0
 
@@ -68,8 +66,7 @@ class TrainJobProgress(NumberObserver):
         self._thread.start()
 
     def doing(self, step: int, what: str) -> None:
-        while not self._notes.empty():
-            self._note(self._notes.get())
+        self._notes.show()
 
     def step(self, record: StepRecord) -> None:
         self._step = record.step
@@ -79,7 +76,11 @@ class TrainJobProgress(NumberObserver):
         for name, value in values.items():
             is_full = len(self._metrics) == _MOST_METRICS and name not in self._metrics
             if len(name) > _MOST_LETTERS or is_full:
-                self._leave_out(name)
+                self._notes.put_once(
+                    "left out",
+                    f"the status of the TrainJob leaves out {name!r} and further metrics: it holds {_MOST_METRICS} with"
+                    f" names of at most {_MOST_LETTERS} characters",
+                )
             else:
                 self._metrics[name] = str(value) if isinstance(value, int) else f"{value:.6g}"
         self._report()
@@ -94,7 +95,7 @@ class TrainJobProgress(NumberObserver):
             self._thread.join(END_SECONDS)
             if self._thread.is_alive():
                 self._complain("the server does not answer")
-        self.doing(record.step, "")
+        self._notes.show()
 
     def _report(self, has_finished: bool = False, has_ended: bool = False) -> None:
         percentage = 100 if has_finished else min(99, 100 * self._step // max(1, self._total))
@@ -108,14 +109,6 @@ class TrainJobProgress(NumberObserver):
         metrics = [{"name": name, "value": value} for name, value in self._metrics.items()]
         self._newest = {**status, "metrics": metrics, "lastUpdatedTime": datetime.now(UTC).isoformat()}
         self._changed.set()
-
-    def _leave_out(self, name: str) -> None:
-        if not self._leaves_out:
-            self._leaves_out = True
-            self._notes.put(
-                f"the status of the TrainJob leaves out {name!r} and further metrics: it holds {_MOST_METRICS} with"
-                f" names of at most {_MOST_LETTERS} characters"
-            )
 
     def _work(self) -> None:
         is_last = False
@@ -137,9 +130,8 @@ class TrainJobProgress(NumberObserver):
                 self._ended.wait(pause)
 
     def _complain(self, reason: str) -> None:
-        if not self._has_complained:
-            self._has_complained = True
-            self._notes.put(
-                f"the status of the TrainJob cannot be written ({reason}); training continues, and later progress is"
-                " tried again"
-            )
+        self._notes.put_once(
+            "complaint",
+            f"the status of the TrainJob cannot be written ({reason}); training continues, and later progress is"
+            " tried again",
+        )

@@ -23,6 +23,7 @@ from trainer.base.errors import TrainerError, UsageError, storage_error
 from trainer.base.text import without_secrets
 from trainer.observe.observer import NumberObserver
 from trainer.observe.records import EndRecord, RunInfo
+from trainer.observe.thread_notes import ThreadNotes
 
 IDS_FILE_NAME = "tracking.json"
 
@@ -82,15 +83,13 @@ class Tracker(NumberObserver):
     """
 
     def __init__(self, service: Service, note: Callable[[str], None], retry_seconds: float = _RETRY_SECONDS) -> None:
-        self._service, self._note, self._retry_seconds = service, note, retry_seconds
+        self._service, self._notes, self._retry_seconds = service, ThreadNotes(note), retry_seconds
         self._inbox: queue.SimpleQueue[Point | EndRecord] = queue.SimpleQueue()
-        self._notes: queue.SimpleQueue[str] = queue.SimpleQueue()
         # A daemon, because a service that does not answer must not keep the process from its end.
         self._thread = threading.Thread(target=self._work, name=service.word, daemon=True)
         self._waiting: list[Point] = []
         self._first_step = 0
         self._num_lost = 0
-        self._has_complained = False
         self._open: Callable[[], None] | None = None  # for the thread, if the service was away at the start
 
     def start(self, run: RunInfo) -> None:
@@ -126,7 +125,7 @@ class Tracker(NumberObserver):
         self._notes.put(f"{self._service.name}: {self._service.place()}")
 
     def doing(self, step: int, what: str) -> None:
-        self._pass_notes()
+        self._notes.show()
 
     def numbers(self, step: int, values: Mapping[str, float]) -> None:
         self._inbox.put(Point(step, values, time.time()))
@@ -139,16 +138,12 @@ class Tracker(NumberObserver):
             self._thread.join(END_SECONDS + _LAST_WORDS_SECONDS)
             if self._thread.is_alive():
                 self._notes.put(f"{self._service.name} does not answer; missing points are in `metrics.jsonl`")
-        self._pass_notes()
+        self._notes.show()
 
     def close(self) -> None:
         if not self._thread.is_alive():
             with suppress(Exception):  # missing points are already reported
                 self._service.close()
-
-    def _pass_notes(self) -> None:
-        while not self._notes.empty():
-            self._note(self._notes.get())
 
     def _work(self) -> None:
         end: EndRecord | None = None
@@ -197,12 +192,11 @@ class Tracker(NumberObserver):
             self._waiting.clear()
 
     def _complain(self, error: Exception) -> None:
-        if not self._has_complained:
-            self._has_complained = True
-            self._notes.put(
-                f"{self._service.name} cannot be written ({_one_line(error)}); training continues, and missing"
-                " points are retried"
-            )
+        self._notes.put_once(
+            "complaint",
+            f"{self._service.name} cannot be written ({_one_line(error)}); training continues, and missing points are"
+            " retried",
+        )
 
 
 def tracked_config(run: RunInfo) -> dict[str, Any]:
