@@ -177,8 +177,10 @@ def test_any_layout_gives_the_metrics_of_one_process(
     """The last batch of seven rows is not full, and ranks have different numbers of rows."""
     expected = evaluated(lists, 7)
     assert len({value for value in expected.values() if not math.isnan(value)}) > 8
+    loss = expected.pop("loss")
     for found in ranks(world_size).run(evaluated, lists, 7, **keys):
-        assert found == pytest.approx(expected, rel=1e-5, nan_ok=True)
+        assert found.pop("loss") == pytest.approx(loss, rel=1e-5)  # fp32 sums of tensor ranks: 1.1e-6
+        assert found == pytest.approx(expected, rel=1e-6, nan_ok=True)
 
 
 def test_a_run_selects_by_roc_auc_and_names_what_is_undefined(tmp_path, capsys: pytest.CaptureFixture[str]):
