@@ -19,9 +19,7 @@ import plotly.graph_objects as go
 from plotly.io.json import to_json_plotly
 
 from trainer.base.templates import templates
-
-MISSING = "-"
-"""The cell of a value that a run has not."""
+from trainer.tools.report import MISSING
 
 _NUMBER = re.compile(r"[\d.,+-]+(e-?\d+)?( ?[a-zA-Z%]+)?")
 _SHORT = 36  # characters of a cell that stays on one line

@@ -22,8 +22,9 @@ from trainer.observe.records import StepRecord
 from trainer.observe.summary import format_bytes, format_decimal, format_rate, format_seconds
 from trainer.recipe.plan import plan_run
 from trainer.recipe.schema import Recipe
+from trainer.tools.report import MISSING
 from trainer.tools.report.figures import Curve, Mark, bars, confusion, curves, ranks, timeline
-from trainer.tools.report.page import MISSING, Section, Table, Text, render
+from trainer.tools.report.page import Section, Table, Text, render
 from trainer.tools.report.preview_blocks import preview_blocks
 from trainer.tools.report.runs import MOST_STEPS, Run, best_of, best_text, read_runs, seconds_of
 from trainer.tools.report.time_parts import MEANINGS, time_parts

@@ -1,4 +1,4 @@
-"""A run folder as reports and lists of runs read it. Nothing here needs torch."""
+"""A run folder as reports and lists of runs read it. Nothing here needs torch or plotly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.observe.metrics_file import METRICS_FILE_NAME
 from trainer.observe.records import EvaluationRecord
 from trainer.observe.summary import format_decimal
 from trainer.tasks.metrics.table import merit
-from trainer.tools.report.page import MISSING
+from trainer.tools.report import MISSING
 from trainer.tools.run_metrics import Metrics, read_metrics
 
 MOST_STEPS = 20_000

@@ -16,8 +16,9 @@ from trainer.base.disk import replace_text
 from trainer.base.text import aligned
 from trainer.observe.metrics_file import decode_number, encode_number
 from trainer.observe.summary import format_decimal, format_seconds
+from trainer.tools.report import MISSING
 from trainer.tools.report.figures import Curve, bars, curves, parallel
-from trainer.tools.report.page import MISSING, Section, Table, render
+from trainer.tools.report.page import Section, Table, render
 from trainer.tools.search.study import REASON, SECONDS, STEP, WORDS, Ranked, Study, Yardsticks
 
 _STATES = {
