@@ -37,7 +37,8 @@ _GLUE = {
     "wnli": _Glue(["sentence1", "sentence2"]),
 }
 _SMOOTHED = ("sequence_classification", "image_classification")
-_FORMATS = (".json", ".jsonl", ".csv", ".parquet")
+TABLES = (".json", ".jsonl", ".csv", ".parquet")
+"""The endings of files of rows."""
 _EXAMPLES = {
     "model": '{"name_or_path": "google-bert/bert-base-uncased"}',
     "data": '{"source": "files", "train": "train.csv", "validation": "validation.csv"}',
@@ -136,10 +137,10 @@ def _held_out(draft: Draft) -> None:
 
 def _file(draft: Draft, item: Item, path: str, folder: Path) -> None:
     place = draft.text(item)
-    if place.lower().endswith(_FORMATS):
+    if place.lower().endswith(TABLES):
         draft.take(path, moved(place, folder), item)
     else:
-        draft.refuse(path, f"{place} is not one of {', '.join(_FORMATS)}; for plain text write each line as JSON", item)
+        draft.refuse(path, f"{place} is not one of {', '.join(TABLES)}; for plain text write each line as JSON", item)
 
 
 def lengths(draft: Draft) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.tools.convert.draft import Draft, Outcome
-from trainer.tools.convert.programs.rows import ENDINGS, Columns, RowSet, chat, entries, row_set, take_train_and_held
+from trainer.tools.convert.examples import TABLES
+from trainer.tools.convert.programs.rows import Columns, RowSet, chat, entries, row_set, take_train_and_held
 from trainer.tools.convert.sources import Item, Tool
 
 _AX = Tool.AXOLOTL
@@ -141,7 +142,7 @@ def _with_files(entry: Mapping[str, Any]) -> Mapping[str, Any]:
     path = str(entry.get("path"))
     if entry.get("data_files") or not os.path.isdir(path):
         return entry
-    return dict(entry) | {"data_files": sorted(file for file in os.listdir(path) if file.endswith(ENDINGS))}
+    return dict(entry) | {"data_files": sorted(file for file in os.listdir(path) if file.endswith(TABLES))}
 
 
 def _messages(entry: Mapping[str, Any], column: str, defaults: Mapping[str, Any]) -> Any:

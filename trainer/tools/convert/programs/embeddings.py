@@ -89,7 +89,7 @@ def _prompts(draft: Draft, tool: Tool, item: Item | None, embeds: bool) -> None:
 def _samplers(draft: Draft, tool: Tool, embeds: bool) -> None:
     sampler = draft.sources.given(tool, "batch_sampler")
     if sampler is not None:
-        name = str(sampler.value).rsplit(".", 1)[-1].lower()
+        name = _member(sampler)
         if name == "batch_sampler":
             draft.say(sampler, Outcome.SAME, "each epoch has another order")
         elif name in ("no_duplicates", "no_duplicates_hashed") and embeds:
@@ -99,11 +99,15 @@ def _samplers(draft: Draft, tool: Tool, embeds: bool) -> None:
             draft.refuse_file(sampler, "each epoch has another order, from the seed")
     several = draft.sources.given(tool, "multi_dataset_batch_sampler")
     if several is not None:
-        name = str(several.value).rsplit(".", 1)[-1].lower()
-        if name == "proportional":
+        if _member(several) == "proportional":
             draft.say(several, Outcome.SAME, "every row counts once")
         else:
             draft.refuse_file(several, "every row counts once, or data.mixture gives each file its share of an epoch")
+
+
+def _member(item: Item) -> str:
+    """Return the name of a member of an enumeration, such as `BatchSamplers.NO_DUPLICATES`, in small letters."""
+    return str(item.value).rsplit(".", 1)[-1].lower()
 
 
 def _rates(draft: Draft, item: Item | None) -> None:

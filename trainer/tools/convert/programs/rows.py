@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.tools.convert.draft import Draft
-from trainer.tools.convert.examples import folder_or_name, moved
+from trainer.tools.convert.examples import TABLES, folder_or_name, moved
 from trainer.tools.convert.sources import Item
 
-ENDINGS = (".json", ".jsonl", ".csv", ".parquet")
 _BUILDERS = ("json", "csv", "parquet")  # of `datasets`
 
 Columns = Mapping[str, Any]
@@ -115,7 +114,7 @@ def _files(
         paths = [moved(path, folder) for rows in sets for path in rows.files]
         strange = [path for path in paths if not is_table(path)]
         if strange:
-            text = f"{strange[0]} is not one of {', '.join(ENDINGS)}; write its rows as JSON Lines"
+            text = f"{strange[0]} is not one of {', '.join(TABLES)}; write its rows as JSON Lines"
             draft.refuse(f"data.{key}", text, *named)
         elif paths:
             draft.take(f"data.{key}", paths[0] if len(paths) == 1 else paths, *named)
@@ -205,4 +204,4 @@ def _local_files(path: str, named: Sequence[str]) -> list[str]:
 
 def is_table(path: str) -> bool:
     """Return whether the name of a file is that of a table of rows."""
-    return path.lower().removesuffix(".gz").endswith(ENDINGS)
+    return path.lower().removesuffix(".gz").endswith(TABLES)
