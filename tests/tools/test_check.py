@@ -24,7 +24,7 @@ from trainer.tools import check
 from trainer.training.run_data import prepare_data
 
 NER = {"type": "token_classification"}
-HUB = {"config": None, "tokenizer": None, "name_or_path": "google-bert/bert-base-uncased"}
+HUB = {"config": None, "tokenizer": None, "name_or_path": "owner/unknown"}
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -187,8 +187,8 @@ def test_rows_of_every_task_are_checked_without_the_hub(tmp_path, capsys, task, 
     assert before == "checked   no problem was found in the other parts"
     assert last == (
         "unchecked `model.name_or_path` (configuration, weights, tokenizer and lengths of rows):"
-        " google-bert/bert-base-uncased is neither a folder here nor in the hub's cache; `hf download"
-        " google-bert/bert-base-uncased` fetches it, unless it is misspelt"
+        " owner/unknown is neither a folder here nor in the hub's cache; `hf download"
+        " owner/unknown` fetches it, unless it is misspelt"
     )
 
 

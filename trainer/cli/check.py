@@ -58,9 +58,13 @@ def check(
     checked = None
     unchecked: tuple[str, ...] = ("`--quick`: data and model",)
     if not quick:
+        from trainer.tools.plan.shapes import shipped_models
+
         local = LocalParts.of(resolved.recipe)
-        unchecked = local.unchecked
-        if not local.is_empty:
+        # A shape of the package stands for the configuration alone.
+        is_shaped = bool(shipped_models(resolved.recipe))
+        unchecked = tuple(part.replace("(configuration, ", "(") if is_shaped else part for part in local.unchecked)
+        if is_shaped or not local.is_empty:
             from trainer.tools.check import check_local_parts  # brings torch
 
             checked = check_local_parts(plan)

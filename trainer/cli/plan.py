@@ -92,6 +92,7 @@ def plan(
     from trainer.tools.plan.hardware import parse_devices
     from trainer.tools.plan.reachable import require_reachable
     from trainer.tools.plan.request import PlanRequest
+    from trainer.tools.plan.shapes import known_shapes
 
     devices = parse_devices(gpus.removeprefix(_AUTO), link, network, host_memory)
     request = PlanRequest(
@@ -103,7 +104,7 @@ def plan(
     for word in request.replaced:
         say(f"note: --largest {largest} overrides {word}", err=True)
     resolved = load_recipe(recipe, request.overrides, needs_data=False)
-    require_reachable(resolved.recipe.model)
+    require_reachable(resolved.recipe.model, known_shapes())
 
     with importing():
         from trainer.tools.plan.answer import answer

@@ -24,6 +24,7 @@ from trainer.models.configuration import load_config
 from trainer.recipe.local_parts import LocalParts
 from trainer.recipe.plan import RunPlan
 from trainer.recipe.schema import Recipe
+from trainer.tools.plan.shapes import shape_notes, shaped
 from trainer.training.checking import CheckedParts, check_parts, check_places
 from trainer.training.preparation import Preparation
 from trainer.training.row_encoding import TextPreparation, load_preparation, tokenizer_of
@@ -51,8 +52,9 @@ def local_files_only() -> Iterator[None]:
 @local_files_only()
 def check_local_parts(plan: RunPlan) -> CheckedParts:
     """Check the data and the model of a plan, as far as they are on this machine; the hub is not asked."""
+    notes = shape_notes(plan.recipe)
+    needs_weights, plan = not notes, shaped(plan)
     recipe, local = plan.recipe, LocalParts.of(plan.recipe)
-    notes: list[str] = []
 
     def prepare(problems: Problems) -> PreparedData | None:
         check_places(recipe, problems)
@@ -62,7 +64,7 @@ def check_local_parts(plan: RunPlan) -> CheckedParts:
             notes.append("rows are not checked: the first rows of a large file may lack some classes")
         return None
 
-    checked = check_parts(plan, prepare)
+    checked = check_parts(plan, prepare, needs_weights=needs_weights)
     notes += checked.notes
     for tier in registered_tiers(recipe):
         with checked.problems.collect():

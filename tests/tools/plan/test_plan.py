@@ -89,9 +89,12 @@ class TestDevices:
             ("NVIDIA GeForce RTX 4090", 25, "RTX-4090"),
             ("NVIDIA GeForce RTX 4090 Laptop GPU", 17, None),
             ("NVIDIA GeForce RTX 4090 D", 25, None),
-            ("NVIDIA GeForce RTX 3090", 25, None),
-            ("NVIDIA H100 PCIe", 85, None),
-            ("NVIDIA H100 NVL", 100, None),
+            ("NVIDIA GeForce RTX 3090", 25, "RTX-3090"),
+            ("NVIDIA GeForce RTX 3090 Ti", 25, None),
+            ("NVIDIA RTX 6000 Ada Generation", 51, "RTX-6000-Ada"),
+            ("AMD Instinct MI300X", 206, "MI300X"),
+            ("NVIDIA H100 PCIe", 85, "H100-PCIE"),
+            ("NVIDIA H100 NVL", 100, "H100-NVL"),
             ("cpu", None, "CPU"),
         ],
     )
@@ -107,13 +110,18 @@ class TestDevices:
             ("a100_80", "A100-80"),
             ("NVIDIA H100 80GB HBM3", "H100"),
             ("l40s", "L40S"),
+            ("h100", "H100"),
+            (" H100 pcie ", "H100-PCIE"),
+            ("6000 ada", "RTX-6000-Ada"),
+            ("mi300", "MI300X"),
+            ("a100 80gb", "A100-80"),
         ],
     )
     def test_a_name_may_be_written_as_people_do(self, written: str, known: str):
         assert parse_devices(f"8x{written}").name == known
 
     def test_every_file_has_a_memory_and_a_source(self):
-        assert len(known_devices()) > 10
+        assert len(known_devices()) > 33
         for name in known_devices():
             devices = parse_devices(f"2x{name.lower()}")
             assert devices.is_shared or devices.memory_bytes > 10 * 10**9
@@ -126,6 +134,8 @@ class TestDevices:
         [
             ("8xA1000", "did you mean A100-80 or"),
             ("8xA100", "did you mean A100-40 or A100-80. Known"),
+            ("8 x v100", "did you mean V100-16 or V100-32. Known"),
+            ("2x6000", "did you mean RTX-6000-Ada or RTX-PRO-6000. Known"),
             ("8xcuda", "known as 'cuda'; known devices are"),
             ("0x80GiB", "write a number"),
             ("", "write a number"),

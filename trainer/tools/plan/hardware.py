@@ -13,10 +13,12 @@ from typing import Any
 
 from trainer.base.cgroup import machine_memory_bytes
 from trainer.base.errors import UsageError
+from trainer.ranks.environment import available_cores
 
 _FILES = Path(__file__).parent / "hardware"
-_UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(GiB|GB|MiB|MB)")
+_UNITS = {"gb": 10**9, "gib": 2**30, "mb": 10**6, "mib": 2**20}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(GiB|GB|MiB|MB)", re.IGNORECASE)
+_COUNTED = re.compile(r"(?:(\d+)\s*x\s*)?(.+)", re.IGNORECASE)
 _NETWORK = re.compile(r"(?:(\d+)x)?(\d+(?:\.\d+)?)Gb")
 
 LEAST, LIKELY, MOST = range(3)
@@ -91,6 +93,7 @@ class Machine:
     link: str  # the link between them, a key of `links_gb_per_second`
     network_bytes: float  # the bytes that a machine sends to others in a second
     figures: Mapping[str, Any]
+    shares_cores: bool = False  # whether the peak is that of the machine, which its ranks share
 
     @property
     def is_cpu(self) -> bool:
@@ -146,7 +149,8 @@ class Machine:
             flops, seconds = points[-1]
             return float(flops / seconds)
         teraflops = self.figures["teraflops"]
-        return 1e12 * float(teraflops.get(precision, teraflops["fp32"]))
+        sharing = self.local_ranks if self.shares_cores else 1
+        return 1e12 * float(teraflops.get(precision, teraflops["fp32"])) / sharing
 
     def speed(self, level: int) -> Speed:
         """Return the speed for the `LEAST`, `LIKELY` or `MOST` seconds."""
@@ -235,7 +239,7 @@ def device_named(name: str, memory_bytes: int | None = None) -> str | None:
     words, gigabytes = set(re.split(r"[\s-]+", name.upper())), (memory_bytes or 0) / 1e9
     for known in known_devices():
         parts = known.upper().split("-")
-        slower = _SLOWER if any(part.isdigit() for part in parts[1:]) else {*_SLOWER, "PCIE"}
+        slower = (_SLOWER if any(part.isdigit() for part in parts[1:]) else {*_SLOWER, "PCIE"}) - {*parts}
         missing = [part for part in parts if part not in words and f"{part}GB" not in words]
         sizes = [int(part) for part in missing if part.isdigit()]
         # All words must match but the sizes of memory, which torch's name may leave out.
@@ -245,8 +249,8 @@ def device_named(name: str, memory_bytes: int | None = None) -> str | None:
     return None
 
 
-_SLOWER = {"MIG", "LAPTOP", "NVL", "D"}
-"""Words in names of devices that are slower than the one of the file; so is a PCIe card of a model in one size."""
+_SLOWER = {"MIG", "LAPTOP", "NVL", "D", "Q", "TI", "SUPER"}
+"""Words in names of variants that differ from the one of the file; so does a PCIe card of a model in one size."""
 
 
 def parse_devices(
@@ -264,7 +268,7 @@ def parse_devices(
     Raises:
         UsageError: the text has another form, no file describes the name, or a file is not a hardware file.
     """
-    match = re.fullmatch(r"(?:(\d+)x)?(.+)", text.strip())
+    match = _COUNTED.fullmatch(text.strip())
     number, kind = (int(match[1] or 1), match[2]) if match else (0, "")
     if number < 1:
         raise UsageError(f"`--gpus` is {text!r}; write a number and a memory or a name, such as 8x80GiB or 8xA100-80")
@@ -273,15 +277,17 @@ def parse_devices(
         for option, value in (("--link", link), ("--network", network)):
             if value is not None:
                 raise UsageError(f"`{option}` is {value}, but `--gpus` gives no device; use a name, such as 8xA100-80")
-        return Devices(number, kind, int(float(size[1]) * _UNITS[size[2]]), host_bytes=host_bytes)
+        return Devices(number, kind, int(float(size[1]) * _UNITS[size[2].lower()]), host_bytes=host_bytes)
     file = Path(kind) if kind.endswith(".json") else _known(text, kind)
     figures = _figures(file)
+    is_host = file == _FILES / "CPU.json"
     machine = Machine(
         file.stem,
         number,
         _chosen(link, list(figures["links_gb_per_second"])),
         _network_bytes(network or figures["network"]),
-        figures,
+        {**figures, **_of_this_processor(figures)} if is_host else figures,
+        shares_cores=is_host,
     )
     gigabytes = figures["memory_gb"]
     memory = machine_memory_bytes() if gigabytes is None else int(gigabytes * 10**9)
@@ -291,13 +297,31 @@ def parse_devices(
     return Devices(number, file.stem, memory // number if is_shared else memory, machine, host_bytes, is_shared)
 
 
+def _of_this_processor(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the peak of the cores that this process may use, by their clock and vector units; empty if unknown."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return {}
+    clock, flags = (re.search(rf"^{name}\s*: (.+)", text, re.MULTILINE) for name in ("cpu MHz", "flags"))
+    if clock is None or flags is None:
+        return {}
+    # Two units for products with additions: 16 fp32 numbers with AVX-512, 8 with AVX2; else one addition of 4.
+    known = {*flags[1].split()}
+    kind, operations = ("AVX-512", 64) if "avx512f" in known else ("AVX2", 32) if "avx2" in known else ("SSE", 8)
+    cores, gigahertz = available_cores(), float(clock[1]) / 1000
+    source = f"an assumption: {cores} cores of this machine at {gigahertz:g} GHz with two {kind} units; bf16 no faster"
+    teraflops = dict.fromkeys(figures["teraflops"], cores * gigahertz * operations / 1000)
+    return {"teraflops": teraflops, "sources": {**figures["sources"], "teraflops": source}}
+
+
 def _host_bytes(text: str | None) -> int | None:
     if text is None:
         return None
     size = _SIZE.fullmatch(text.strip())
     if size is None:
         raise UsageError(f"`--host-memory` is {text!r}; write the memory of each machine with a unit, such as 512GiB")
-    return int(float(size[1]) * _UNITS[size[2]])
+    return int(float(size[1]) * _UNITS[size[2].lower()])
 
 
 def _known(text: str, kind: str) -> Path:
@@ -308,6 +332,7 @@ def _known(text: str, kind: str) -> Path:
     ]
     if len(found) != 1 and (known := device_named(kind)):
         found = [known]
+    found = found or [name for name in names if len(meant) > 2 and meant in _letters(name)]
     if len(found) != 1:
         cutoff = 1.0 if meant in ("cuda", "gpu") else 0.4  # no device in particular; `cuda` is near to CPU
         near = found or get_close_matches(kind.upper(), names, n=3, cutoff=cutoff)

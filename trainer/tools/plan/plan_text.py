@@ -28,6 +28,7 @@ from trainer.tools.plan.recipe_plan import (
     traffic_by_module,
 )
 from trainer.tools.plan.searching import MOST_SHOWN, SearchResult
+from trainer.tools.plan.shapes import shape_notes, shaped
 from trainer.tools.plan.simulated_step import planned_model
 from trainer.tools.report.timeline import ACTION_COLOURS, ACTION_NAMES, as_text
 from trainer.tools.writing import write_over
@@ -44,19 +45,20 @@ def plan_text(
     """
     plan, attention = made.plan, None
     if plan.layout.cp > 1:
-        (attention,) = axis_notes(load_config(plan.recipe.model, {}), plan.layout)
+        (attention,) = axis_notes(load_config(shaped(plan).recipe.model, {}), plan.layout)
     changes = None if made.fits else changes
     values = {"notes": _notes(plan), "attention": attention, "faster": _faster_types(made), "changes": changes}
     return text_of("plan", made=made, cost=cost, found=found, name=name, **values)
 
 
 def _notes(plan: RunPlan) -> list[str]:
+    notes = shape_notes(plan.recipe)
     if plan.recipe.model.adapter is None:
-        return []
-    described = planned_model(plan)
+        return notes
+    described = planned_model(shaped(plan))
     model = described.on_meta()
     described.adapt(model)
-    return described.adapter_notes(model)
+    return [*notes, *described.adapter_notes(model)]
 
 
 def _faster_types(made: RecipePlan) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Container
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -17,17 +18,24 @@ _SECONDS = 1.0
 _FILES = ("config.json", "adapter_config.json")
 
 
-def require_reachable(model: Model) -> None:
+def is_here(name: str, revision: str | None = None) -> bool:
+    """Return whether the configuration of a model is in a folder, or in the hub's cache."""
+    # `try_to_load_from_cache` returns a mark, and no path, for a file that is known to be missing.
+    return os.path.isabs(name) or any(
+        isinstance(try_to_load_from_cache(name, file, revision=revision), str) for file in _FILES
+    )
+
+
+def require_reachable(model: Model, known: Container[str] = ()) -> None:
     """Require the configuration of a model on this machine, or a hub that answers.
+
+    `known` are names of models with a shape of the package.
 
     Raises:
         UsageError: there is neither.
     """
     name = model.name_or_path
-    if name is None or os.path.isabs(name):
-        return
-    # `try_to_load_from_cache` returns a mark, and no path, for a file that is known to be missing.
-    if any(isinstance(try_to_load_from_cache(name, file, revision=model.revision), str) for file in _FILES):
+    if name is None or (name in known and model.revision is None) or is_here(name, model.revision):
         return
     # The name of the host must be found within this time, too.
     if constants.HF_HUB_OFFLINE or not (bool(getproxies()) or within(_SECONDS, _answers, otherwise=False)):

@@ -20,6 +20,7 @@ from trainer.recipe.schema import Recipe
 from trainer.tools.plan.hardware import Devices
 from trainer.tools.plan.ledger import Traffic
 from trainer.tools.plan.pipeline_plan import plan_steps
+from trainer.tools.plan.shapes import shape_notes, shaped
 from trainer.tools.plan.step_plan import StepPlan
 from trainer.tools.plan.timing import StepTime, link_of, step_time
 from trainer.tools.plan.work import plus
@@ -151,7 +152,7 @@ def plan_recipe(resolved: ResolvedRecipe, devices: Devices, nodes: int = 1, leng
     if machine is not None and cuda and precision not in machine.figures["teraflops"]:
         others = " or ".join(sorted({"bf16", "fp16", "fp32"}.intersection(machine.figures["teraflops"])))
         raise UsageError(f"`precision` is {precision}, which {machine.name} does not compute in; use {others}")
-    steps = plan_steps(plan, tokens, cuda, fused)
+    steps = plan_steps(shaped(plan), tokens, cuda, fused)
     in_fp8 = any(kind.dtype == torch.float8_e4m3fn for step in steps for kind in step.totals.work)
     if in_fp8 and machine is not None and cuda and "fp8" not in machine.figures["teraflops"]:
         raise UsageError(f"the recipe asks for products in fp8, which {machine.name} does not compute; use another GPU")
@@ -160,7 +161,7 @@ def plan_recipe(resolved: ResolvedRecipe, devices: Devices, nodes: int = 1, leng
 
 def checked_plan(resolved: ResolvedRecipe, devices: Devices, nodes: int = 1, length: int | None = None) -> RecipePlan:
     """Check the packages and the models of a recipe as `trainer check` does, and plan it; see `plan_recipe`."""
-    require_described(plan_run(resolved.recipe, devices.number * nodes, devices.number))
+    require_described(shaped(plan_run(resolved.recipe, devices.number * nodes, devices.number)))
     return plan_recipe(resolved, devices, nodes, length)
 
 
@@ -301,6 +302,7 @@ def as_object(made: RecipePlan, changes: Sequence[Choice]) -> Mapping[str, Any]:
     """Return the plan as JSON values; sizes are bytes."""
     return {
         "layout": str(made.plan.layout),
+        "notes": shape_notes(made.plan.recipe),
         "length": made.length,
         "fits": made.fits,
         "needed_bytes": made.needed,

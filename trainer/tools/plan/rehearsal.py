@@ -25,6 +25,7 @@ from trainer.recipe.registered import asked_for
 from trainer.tools.plan.hardware import Devices
 from trainer.tools.plan.pipeline_plan import plan_rank
 from trainer.tools.plan.recipe_plan import HOST_RESERVED, RecipePlan, rank_as_object, tokens_of
+from trainer.tools.plan.shapes import shaped
 from trainer.tools.plan.simulated_rank import simulated_mesh
 from trainer.tools.plan.simulated_step import planned_model, updated_engine
 from trainer.tools.plan.step_plan import StepPlan
@@ -118,7 +119,7 @@ def rehearse(
     local = local_ranks or max(number for number in range(1, _USUAL_RANKS + 1) if ranks % number == 0)
     if ranks % local:
         raise UsageError(f"`--local-ranks` must divide the {ranks} ranks of `--ranks`, but is {local}")
-    plan = plan_run(resolved.recipe, ranks, local)
+    plan = shaped(plan_run(resolved.recipe, ranks, local))
     require_described(plan)
     tokens = length or tokens_of(plan.recipe)
     # A process group without other ranks: it knows its sizes and indices, and sends nothing.

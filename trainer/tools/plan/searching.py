@@ -30,6 +30,7 @@ from trainer.recipe.schedules import SCHEDULES
 from trainer.recipe.strategies import STRATEGIES, Strategy
 from trainer.tools.plan.hardware import Devices
 from trainer.tools.plan.recipe_plan import Choice, RecipePlan, plan_recipe
+from trainer.tools.plan.shapes import shaped
 from trainer.tools.plan.simulated_step import planned_task
 from trainer.tools.plan.timing import BUBBLE, COMMUNICATION, OPTIMIZER
 from trainer.tools.writing import write_recipe
@@ -512,6 +513,7 @@ class LayoutSearch:
 
 
 def _config(plan: RunPlan) -> Any:
+    plan = shaped(plan)
     return load_config(plan.recipe.model, planned_task(plan).model_options())
 
 
