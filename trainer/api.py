@@ -216,7 +216,7 @@ def export(
 
 
 def _result(folder: Path, code: int) -> RunResult:
-    from trainer.checkpoint.format import SavedState
+    from trainer.checkpoint.reading import SavedState
     from trainer.checkpoint.store import CheckpointStore
     from trainer.observe.metrics_file import METRICS_FILE_NAME
     from trainer.tools.run_metrics import read_metrics

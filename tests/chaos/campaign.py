@@ -23,7 +23,7 @@ from tests.chaos import plan
 from tests.chaos.cases import Case, Tape, aim, damage, draw
 from tests.chaos.features import FEATURES, write_feature
 from tests.helpers import warm
-from trainer.checkpoint.format import open_verified
+from trainer.checkpoint.reading import open_verified
 from trainer.features.host_memory.folder import folder_of_run
 from trainer.recipe.reading.files import RECIPE_FILE
 from trainer.tools.run_metrics import Metrics, read_metrics

@@ -10,17 +10,8 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint.counters import Progress
-from trainer.checkpoint.format import (
-    FACTS,
-    SUMS,
-    Facts,
-    SavedState,
-    open_verified,
-    share_name,
-    snapshot,
-    write_bytes,
-    write_share,
-)
+from trainer.checkpoint.format import FACTS, SUMS, Facts, share_name, snapshot, write_bytes, write_share
+from trainer.checkpoint.reading import SavedState, open_verified
 from trainer.checkpoint.store import CheckpointStore
 from trainer.observe.records import BestMetric
 from trainer.parallel.shards.boxes import Box, TensorPart

@@ -19,7 +19,8 @@ from tests.helpers import processes, warm
 from tests.helpers.checkpoints import reseal
 from tests.helpers.forking import forking
 from tests.helpers.hostile import Trap
-from trainer.checkpoint.format import FACTS, SUMS, SavedState, open_verified, share_name, verify
+from trainer.checkpoint.format import FACTS, SUMS, share_name
+from trainer.checkpoint.reading import SavedState, open_verified, verify
 from trainer.checkpoint.store import CheckpointStore
 from trainer.parallel.shards.boxes import Box, TensorPart
 

@@ -30,7 +30,7 @@ from tests.parity.test_tasks import LAYOUTS, assert_same_training
 from trainer.base.errors import UsageError
 from trainer.checkpoint.counters import Progress
 from trainer.checkpoint.disk import Disk
-from trainer.checkpoint.format import SavedState
+from trainer.checkpoint.reading import SavedState
 from trainer.checkpoint.saving import Saved, Saver
 from trainer.checkpoint.store import CheckpointStore
 from trainer.engine.state import MODEL_PREFIX

@@ -1233,7 +1233,7 @@ _CHECKPOINT = [
     Defect(
         "checksum_not_compared",
         "The checksums of a checkpoint are not compared.",
-        "checkpoint/format.py",
+        "checkpoint/reading.py",
         "if file_digest(folder / name) != sums[name]:",
         "if name not in sums:",
         ("checkpoint/test_store.py::TestVerify::test_random_damage_is_found",),
@@ -1283,7 +1283,7 @@ _CHECKPOINT = [
     Defect(
         "incomplete_tensor_accepted",
         "A tensor of which a part is missing is accepted.",
-        "checkpoint/format.py",
+        "checkpoint/reading.py",
         "if sum(prod(box.shape) for box in boxes) != prod(shape):",
         "if not boxes:",
         ("checkpoint/test_store.py::TestVerify::test_parts_that_are_not_the_whole_are_refused",),

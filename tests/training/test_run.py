@@ -23,7 +23,8 @@ from tests.helpers import processes, warm
 from tests.helpers.forking import forking
 from tests.helpers.tiny_run import NUM_VALIDATION_ROWS, write_tiny_run
 from trainer.base.errors import ExitCode, NonFiniteError, TrainerError, UsageError
-from trainer.checkpoint.format import SavedState, share_name
+from trainer.checkpoint.format import share_name
+from trainer.checkpoint.reading import SavedState
 from trainer.checkpoint.store import CheckpointStore
 from trainer.engine.forward import ModelForward
 from trainer.engine.native import NativeEngine

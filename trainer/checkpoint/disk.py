@@ -6,23 +6,18 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from trainer.base.errors import TrainerError, UsageError
-from trainer.checkpoint.format import (
-    MODEL_FOLDER,
-    Facts,
-    SavedBoxes,
-    WrittenFile,
-    open_verified,
-    share_name,
-    write_bytes,
-    write_share,
-)
+from trainer.checkpoint.format import MODEL_FOLDER, Facts, WrittenFile, share_name, write_bytes, write_share
 from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.tier import Background, Found, Snapshot, WritingTier, gather_shapes
 from trainer.parallel.mesh import ParallelMesh
+
+if TYPE_CHECKING:
+    from trainer.checkpoint.reading import SavedBoxes
 
 
 class Disk(WritingTier[list[WrittenFile]]):
@@ -79,6 +74,8 @@ class Disk(WritingTier[list[WrittenFile]]):
 
     def read(self, checkpoint: Found) -> tuple[SavedBoxes | None, list[str]]:
         """See `Tier`; each rank verifies its part of the files."""
+        from trainer.checkpoint.reading import open_verified
+
         state, problem = None, ""
         try:
             state = open_verified(

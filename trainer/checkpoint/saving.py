@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ from trainer.base.errors import UsageError
 from trainer.base.extensions import sole
 from trainer.base.text import listed
 from trainer.checkpoint.counters import Progress
-from trainer.checkpoint.format import Facts, SavedBoxes, snapshot
+from trainer.checkpoint.format import Facts, snapshot
 from trainer.checkpoint.identity import FROZEN_WEIGHTS, differences, is_partly_frozen
 from trainer.checkpoint.tier import Found, Tier, gather_shapes
 from trainer.engine.engine import Engine
@@ -22,6 +22,9 @@ from trainer.engine.state import MODEL_PREFIX, EngineState, optimizer_shapes
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.tensor.kinds import is_start
 from trainer.recipe.schema.fields import Interval
+
+if TYPE_CHECKING:
+    from trainer.checkpoint.reading import SavedBoxes
 
 
 @dataclass(frozen=True)

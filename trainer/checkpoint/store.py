@@ -17,7 +17,7 @@ from pathlib import Path
 from trainer.base.disk import REPLACED, UNFINISHED, read_plain, remove, replace_folder, replace_text
 from trainer.base.errors import storage_error
 from trainer.base.waiting import wait_until
-from trainer.checkpoint.format import Facts, WrittenFile, read_facts, seal
+from trainer.checkpoint.format import Facts, WrittenFile, seal
 from trainer.checkpoint.names import saved_steps
 
 _REMOVED, _LATEST = ".removed-", "latest"
@@ -110,6 +110,8 @@ class CheckpointStore:
 
     def newest_facts(self) -> Facts | None:
         """Return everything but the tensors of the newest checkpoint that can be read; None: there is none."""
+        from trainer.checkpoint.reading import read_facts
+
         for step in reversed(self.steps()):
             # An older one serves if the newest is damaged.
             with suppress(OSError, ValueError):

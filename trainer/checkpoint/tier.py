@@ -7,15 +7,18 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import Tensor
 
-from trainer.checkpoint.format import Facts, SavedBoxes
+from trainer.checkpoint.format import Facts
 from trainer.engine.engine import Engine
 from trainer.engine.state import EngineState
 from trainer.parallel.mesh import ParallelMesh
 from trainer.recipe.schema.fields import Interval
+
+if TYPE_CHECKING:
+    from trainer.checkpoint.reading import SavedBoxes
 
 Result = TypeVar("Result")
 Snapshot = Callable[[], tuple[Facts, Mapping[str, Tensor]]]

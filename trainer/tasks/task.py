@@ -22,12 +22,12 @@ from trainer.tasks.exported import Card, ExportedFolder
 from trainer.tasks.metrics.metric import Metric
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.preview import RowPreview
-from trainer.tasks.text.masking import Masking
-from trainer.tasks.text.packing import Packer
 from trainer.tasks.types import Dataset, Encoded, EncodedRows, EvaluatedSplit, Tokenizer
 
 if TYPE_CHECKING:
     from trainer.parallel.tensor.cross_entropy import VocabularyCut
+    from trainer.tasks.text.masking import Masking
+    from trainer.tasks.text.packing import Packer
 
 _KEYS = {
     "metric_names": "metrics", "class_names": "labels", "settings": "generation", "text_columns": "text",

@@ -20,7 +20,8 @@ from tests.helpers.tiny_run import write_tiny_run
 from tests.helpers.webhdfs import WebHdfs, webhdfs
 from trainer.base.errors import ExitCode, TrainerError, UsageError
 from trainer.checkpoint.disk import Disk
-from trainer.checkpoint.format import SUMS, verify
+from trainer.checkpoint.format import SUMS
+from trainer.checkpoint.reading import verify
 from trainer.checkpoint.store import CheckpointStore
 from trainer.cli import main
 from trainer.features.mirror import tier as mirror

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.checkpoint.format import FACTS, SUMS, BlockReader, verify
+from trainer.checkpoint.format import FACTS, SUMS
+from trainer.checkpoint.reading import BlockReader, verify
 from trainer.checkpoint.store import CheckpointStore
 from trainer.parallel.mesh import ParallelMesh
 from trainer.ranks.messages import decode, encode

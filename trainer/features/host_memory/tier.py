@@ -22,19 +22,8 @@ from torch import Tensor
 from trainer.base.digests import digest_of
 from trainer.base.errors import UsageError
 from trainer.base.text import size
-from trainer.checkpoint.format import (
-    BlockReader,
-    Facts,
-    SavedBox,
-    SavedBoxes,
-    open_blocks,
-    read_facts,
-    saved_boxes,
-    seal,
-    share_name,
-    verify,
-    write_share,
-)
+from trainer.checkpoint.format import Facts, seal, share_name, write_share
+from trainer.checkpoint.reading import BlockReader, SavedBox, SavedBoxes, open_blocks, read_facts, saved_boxes, verify
 from trainer.checkpoint.store import CheckpointStore
 from trainer.checkpoint.tier import Background, Found, Snapshot, WritingTier, gather_shapes
 from trainer.engine.engine import Engine

@@ -21,8 +21,9 @@ from trainer.base.disk import read_plain, sync
 from trainer.base.errors import StoppedError, TrainerError, UsageError
 from trainer.base.text import is_secret_name, without_secrets
 from trainer.checkpoint.disk import Disk
-from trainer.checkpoint.format import FACTS, LARGEST_FACTS_BYTES, SUMS, open_verified, read_sizes, verify
+from trainer.checkpoint.format import FACTS, SUMS
 from trainer.checkpoint.names import steps_of
+from trainer.checkpoint.reading import LARGEST_FACTS_BYTES, open_verified, read_sizes, verify
 from trainer.checkpoint.registered import TierFeature, TierParts
 from trainer.checkpoint.store import folder_name
 from trainer.checkpoint.tier import WRITING, Background, Tier

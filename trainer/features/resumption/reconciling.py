@@ -16,8 +16,8 @@ from packaging.version import InvalidVersion, Version
 import trainer
 from trainer.base.errors import UsageError
 from trainer.base.text import listed
-from trainer.checkpoint.format import SavedBoxes
 from trainer.checkpoint.identity import differences
+from trainer.checkpoint.reading import SavedBoxes
 from trainer.recipe.plan import last_step
 from trainer.recipe.reading.keys import kinds, section_models
 from trainer.recipe.registered import schedule_sections

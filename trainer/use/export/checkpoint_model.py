@@ -18,8 +18,9 @@ from torch import Tensor
 from transformers.utils import CONFIG_NAME
 
 from trainer.base.errors import UsageError
-from trainer.checkpoint.format import FACTS, MODEL_FOLDER, SavedState, open_verified
+from trainer.checkpoint.format import FACTS, MODEL_FOLDER
 from trainer.checkpoint.identity import FROZEN_WEIGHTS
+from trainer.checkpoint.reading import SavedState, open_verified
 from trainer.checkpoint.store import CheckpointStore
 from trainer.engine.state import MODEL_PREFIX
 from trainer.models.added import values_of
