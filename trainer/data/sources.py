@@ -24,6 +24,7 @@ from trainer.base.file_formats import file_formats
 from trainer.base.text import listed
 from trainer.data.formats.base import NULLS, CellKind, Files, TextOptions, json_chats, reason
 from trainer.data.formats.table import reader_of
+from trainer.data.formats.typed import with_types
 from trainer.data.readers import (
     RowPlaces,
     common_format,
@@ -346,7 +347,7 @@ def _load_hub(data: HubData, kinds: Mapping[str, CellKind]) -> Mapping[str, Data
             }
             # Loaded again as texts, because a guessed number has lost its leading zeros.
             again = load(features=datasets.Features(texts), **NULLS)
-            return dict(zip(again, reader_of("csv").typed([*again.values()], kinds), strict=True))
+            return dict(zip(again, with_types([*again.values()], kinds), strict=True))
     except datasets.exceptions.DatasetNotFoundError as error:
         raise DataError(
             f"`data.name` must name a data set on the hub or a local folder, but is `{data.name}`:"

@@ -1,1 +1,1 @@
-"""Readers of files of rows, one for each format: JSON and CSV, also compressed by gzip."""
+"""Readers of files of rows, one for each format: JSON, also compressed by gzip."""

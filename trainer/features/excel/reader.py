@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from trainer.base.errors import DataError, UsageError
 from trainer.base.text import listed
 from trainer.data.formats.base import NULLS, CellKind, Files, Loaded, Reader
-from trainer.data.formats.csv_files import with_types
+from trainer.data.formats.typed import with_types
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -28,25 +28,16 @@ from trainer.data.formats.base import (
     require_own_names,
     rows_of_part,
 )
+from trainer.data.formats.typed import with_types
 
 if TYPE_CHECKING:
-    import pyarrow
     from datasets import Dataset
 
 _DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 _TAB_ENDINGS = (".tsv", ".tab")
 _SNIFFED_LINES = 20
-_CELLS_LOOKED_AT = 1000
+_ROWS_LOOKED_AT = 1000
 _LONGEST_NAME, _LONGEST_VALUE = 60, (1 << 31) - 1  # characters
-_INTEGER = "[+-]?(0|[1-9][0-9]*)"
-_NUMBER = r"[+-]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?"
-_TYPES: Mapping[CellKind | None, Mapping[str, str]] = {
-    None: {"bool": "true|True|TRUE|false|False|FALSE", "int64": _INTEGER, "uint64": _INTEGER, "float64": _NUMBER},
-    "class": {"int64": "0|-?[1-9][0-9]*", "float64": r"(0|-?[1-9][0-9]{0,14})(\.0)?"},
-    "text": {},
-}
-"""The types of columns, and the form of all their cells. Numbers have no leading zeros, which are lost in a number;
-classes have no sign and no zero at the end either. But classes 1 and 1.0 are the same."""
 _UNQUOTED = "set `data.quotes` to false if quotation marks are part of texts"
 _JOINED = f"a quotation mark in its text opens a value that joins rows; {_UNQUOTED}"
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
@@ -273,69 +264,6 @@ def _header_notes(files: Files) -> list[str]:
     return []
 
 
-def with_types(parts: Sequence[Dataset], kinds: Mapping[str, CellKind]) -> list[Dataset]:
-    """Return rows of CSV files with numbers and booleans in columns of these alone; a column has one type in all parts.
-
-    Args:
-        parts: rows as texts; values of other types stay.
-        kinds: the kinds of columns that a task or a map reads.
-    """
-    import pyarrow
-
-    types: dict[str, dict[str, pyarrow.ChunkedArray]] = {name: {} for part in parts for name in part.column_names}
-    tables: list[dict[str, pyarrow.ChunkedArray]] = [{} for _ in parts]
-    for name in types:
-        places = [place for place, part in enumerate(parts) if name in part.column_names]
-        columns = [parts[place].data.column(name) for place in places]
-        # All parts together, so that a column has one type in training and validation rows.
-        texts = pyarrow.chunked_array([chunk for column in columns for chunk in column.chunks])
-        typed = _typed(texts, kinds.get(name)) if "string" in str(texts.type) else None
-        start = 0
-        for place, column in zip(places, columns, strict=True):
-            if typed is not None:
-                tables[place][name] = typed.slice(start, len(column))
-            start += len(column)
-    return [_with_columns(part, columns) for part, columns in zip(parts, tables, strict=True)]
-
-
-def _typed(texts: pyarrow.ChunkedArray, kind: CellKind | None) -> pyarrow.ChunkedArray | None:
-    """Return a column as that of the first type with the form of all its texts; None: it stays one of texts."""
-    import pyarrow
-    import pyarrow.compute as pc
-
-    def fits(cells: pyarrow.ChunkedArray, form: str) -> bool | None:
-        """Return whether all cells have a form; None: all are empty."""
-        fit: bool | None = pc.all(pc.match_substring_regex(cells, rf"^\s*({form})\s*$")).as_py()
-        return fit
-
-    # The first cells refuse most types at little cost.
-    first = texts.slice(0, _CELLS_LOOKED_AT)
-    for name, form in _TYPES[kind].items():
-        if fits(first, form) is False or not fits(texts, form):
-            continue
-        # Arrow reads no sign "+".
-        plain = pc.utf8_ltrim(pc.utf8_trim_whitespace(texts), "+")
-        try:
-            return pc.equal(pc.utf8_lower(plain), "true") if name == "bool" else pc.cast(plain, name)
-        except pyarrow.ArrowInvalid:  # the number is too large
-            continue
-    return None
-
-
-def _with_columns(rows: Dataset, columns: Mapping[str, pyarrow.ChunkedArray]) -> Dataset:
-    """Return rows with other values in some columns."""
-    import datasets
-    import pyarrow
-
-    if not columns:
-        return rows
-    names = rows.column_names
-    parts = [datasets.Dataset(pyarrow.table(dict(columns)))]
-    if others := [name for name in names if name not in columns]:
-        parts.append(rows.select_columns(others))
-    return datasets.concatenate_datasets(parts, axis=1).select_columns(names)
-
-
 def _open_quotes_notes(rows: Dataset, path: Path, text: TextOptions, where: str) -> list[str]:
     """Return a note on a cell of a CSV file that looks like several rows, because a quotation mark in a text opened it.
 
@@ -352,7 +280,7 @@ def _open_quotes_notes(rows: Dataset, path: Path, text: TextOptions, where: str)
             continue
         column = rows.data.column(name)
         held = pc.and_(pc.match_substring(column, "\n"), pc.match_substring(column, delimiter))
-        for row in pc.indices_nonzero(pc.fill_null(held, False)).to_pylist()[:_CELLS_LOOKED_AT]:
+        for row in pc.indices_nonzero(pc.fill_null(held, False)).to_pylist()[:_ROWS_LOOKED_AT]:
             lines = column[row].as_py().split("\n")[:-1]
             if delimiter == "\t":
                 raise DataError(
