@@ -14,9 +14,13 @@ if TYPE_CHECKING:
     from trainer.api import (
         RunResult,
         assemble,
+        check,
+        compare,
+        evaluate,
         export,
         load_recipe,
         plan,
+        predict,
         preview,
         register_family,
         register_format,
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
         register_strategy,
         register_task,
         run,
+        search,
     )
     from trainer.base.errors import (
         DataError,
@@ -68,9 +73,13 @@ __all__ = [
     "UsageError",
     "__version__",
     "assemble",
+    "check",
+    "compare",
+    "evaluate",
     "export",
     "load_recipe",
     "plan",
+    "predict",
     "preview",
     "register_family",
     "register_format",
@@ -82,6 +91,7 @@ __all__ = [
     "register_strategy",
     "register_task",
     "run",
+    "search",
 ]
 
 _HOMES = {

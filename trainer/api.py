@@ -9,7 +9,7 @@ import json
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ from trainer.base import extensions
 from trainer.base.errors import ExitCode, LaunchError, UsageError
 from trainer.base.file_formats import FileFormat
 from trainer.base.logging_targets import LoggingTarget
+from trainer.base.scratch import scratch_folder
 from trainer.ranks.environment import forbid_telemetry, problems_name_the_machine
 from trainer.recipe.reading import loading
 from trainer.recipe.reading.loading import ResolvedRecipe
@@ -213,6 +214,205 @@ def export(
     command = f"trainer.export({str(run)!r}, {str(folder)!r}, verify_rows={verify_rows})"
     asked = Verification(verify_rows, tuple(overrides), command) if verify_rows else None
     return exporting.export(Path(run), Path(folder), dtype, adapter=adapter, verification=asked, to=to)
+
+
+def check(
+    recipe: ResolvedRecipe | str | Path, overrides: Sequence[str] = (), *, processes: int = 1
+) -> Mapping[str, Any]:
+    """Check a recipe, its data and its model, as `trainer check --json` does.
+
+    Args:
+        recipe: The result of `load_recipe`, a recipe file, or a name.
+        overrides: Texts such as "training.epochs=1".
+        processes: The ranks of the layout; none is started.
+
+    Returns:
+        The object of `trainer check --json`; its `problems` are empty if the recipe can run.
+
+    Raises:
+        RecipeError: The recipe is wrong.
+    """
+    with _command("check", recipe) as words:
+        return _object(_answer([*words, *overrides, f"--processes={processes}", "--json"], True, tuple(ExitCode)))
+
+
+def evaluate(
+    run: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    recipe: str | Path | None = None,
+    processes: int | None = None,
+) -> Mapping[str, float]:
+    """Compute the metrics of a trained model, as `trainer evaluate` does.
+
+    Args:
+        run: The folder of a run or of an exported model.
+        overrides: Keys of the recipe, such as "data.validation=FILE".
+        recipe: The recipe of a model that trainer did not export.
+        processes: Ranks to start on this machine; None: one for each GPU, or one.
+
+    Raises:
+        TrainerError: There is no model, or the rows do not fit it.
+    """
+    words = ["evaluate", str(run), *overrides, *_options(recipe=recipe, processes=processes), "--json"]
+    from trainer.observe.metrics_file import decode_number
+
+    found = _object(_answer(words, True))["metrics"]
+    return {name: decode_number(value) for name, value in found.items()}
+
+
+def predict(
+    run: str | Path,
+    rows: Iterable[Mapping[str, Any]] | str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    recipe: str | Path | None = None,
+    processes: int | None = None,
+    batch_size: int | None = None,
+    top: int | None = None,
+) -> list[dict[str, Any]]:
+    """Return the predictions of a trained model for rows, as `trainer predict` writes them.
+
+    Args:
+        run: The folder of a run or of an exported model.
+        rows: Rows by the columns of the task, or a file of them. All predictions are in memory; `trainer predict`
+            takes files of any size.
+        overrides: Keys of the recipe.
+        recipe: The recipe of a model that trainer did not export.
+        processes: Ranks to start on this machine; None: one for each GPU, or one.
+        batch_size: Rows of one forward pass; None: `evaluation.batch_size`.
+        top: The number of classes with a probability; None: all.
+
+    Raises:
+        TrainerError: There is no model, or a row does not fit it.
+    """
+    with scratch_folder() as folder:
+        output, given = folder / "predictions.jsonl", folder / "rows.jsonl"
+        if not isinstance(rows, str | Path):
+            given.write_text("".join(f"{json.dumps(dict(row))}\n" for row in rows), encoding="utf-8")
+            rows = given
+        options = _options(recipe=recipe, processes=processes, batch_size=batch_size, top=top)
+        _answer(["predict", str(run), *overrides, f"--input={rows}", f"--output={output}", *options])
+        with output.open(encoding="utf-8") as lines:
+            return [json.loads(line) for line in lines]
+
+
+def compare(
+    recipe: ResolvedRecipe | str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    layouts: Sequence[str] = (),
+    processes: int | None = None,
+    steps: int = 30,
+    folder: str | Path | None = None,
+    hardware: str | None = None,
+) -> Mapping[str, Any]:
+    """Train a recipe under several layouts on this machine, as `trainer compare` does.
+
+    Args:
+        recipe: The result of `load_recipe`, a recipe file, or a name.
+        overrides: Texts such as "parallel.strategy=ddp,fsdp"; several values of a key are compared.
+        layouts: Layouts as texts of overrides, such as "parallel.tensor=2 precision=bf16".
+        processes: The ranks of each layout; None: one for each GPU, or one.
+        steps: The steps of each turn of a layout.
+        folder: For the results; None: `runs/NAME-compare`.
+        hardware: A device, to plan the time of a step.
+
+    Returns:
+        The object of the file `compare.json`.
+
+    Raises:
+        TrainerError: No layout can start.
+    """
+    with _command("compare", recipe) as words, scratch_folder() as scratch:
+        place = Path(folder or f"runs/{load_recipe(words[1]).recipe.name}-compare")
+        options = _options(processes=processes, steps=steps, output=place, hardware=hardware)
+        if layouts:
+            (scratch / "layouts").write_text("\n".join(layouts), encoding="utf-8")
+            options.append(f"--layouts={scratch / 'layouts'}")
+        _answer([*words, *overrides, *options])
+        return _object((place / "compare.json").read_text(encoding="utf-8"))
+
+
+def search(
+    recipe: ResolvedRecipe | str | Path,
+    overrides: Sequence[str],
+    *,
+    trials: int = 20,
+    processes: int | None = None,
+    at_once: int = 1,
+    seeds: int = 1,
+    sampler: str = "tpe",
+    pruner: str = "median",
+    storage: str | None = None,
+    folder: str | Path | None = None,
+    test: str | None = None,
+) -> Mapping[str, Any]:
+    """Search for better values of keys, as `trainer search` does.
+
+    Args:
+        recipe: The result of `load_recipe`, a recipe file, or a name.
+        overrides: Keys to search, such as "optimizer.lr=1e-5..1e-3,log", and overrides of all trials.
+        trials: The number of trials, those of earlier calls included.
+        processes: The ranks of each trial; None: one for each GPU, or one.
+        at_once: The trials that train at the same time.
+        seeds: The seeds of the three best trials.
+        sampler: "tpe", "random" or "grid".
+        pruner: "median", "hyperband" or "none".
+        storage: A database for several machines; None: a file in the folder.
+        folder: For the trials; None: `runs/NAME-search`.
+        test: A third split, on which the best trial is scored once.
+
+    Returns:
+        The object of the file `search.json`.
+
+    Raises:
+        TrainerError: The trials cannot start.
+    """
+    with _command("search", recipe) as words:
+        place = Path(folder or f"runs/{load_recipe(words[1]).recipe.name}-search")
+        options = _options(
+            trials=trials, processes=processes, at_once=at_once, seeds=seeds, sampler=sampler, pruner=pruner,
+            storage=storage, output=place, test=test,
+        )  # fmt: skip
+        _answer([*words, *overrides, *options])
+        return _object((place / "search.json").read_text(encoding="utf-8"))
+
+
+@contextmanager
+def _command(verb: str, recipe: ResolvedRecipe | str | Path) -> Iterator[list[str]]:
+    """Yield the first words of a command: the verb and a recipe that it can read."""
+    from trainer.tools.apart import recipe_file
+
+    if not isinstance(recipe, ResolvedRecipe):
+        yield [verb, str(recipe)]
+        return
+    with scratch_folder() as folder:
+        yield [verb, recipe_file(recipe, folder)]
+
+
+def _options(**values: Any) -> list[str]:
+    """Return options of a command; None: it is not given."""
+    return [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None]
+
+
+def _answer(
+    arguments: Sequence[str],
+    captures: bool = False,
+    accepts: Sequence[int] = (ExitCode.DONE, ExitCode.STOPPED),
+) -> str:
+    from trainer.tools.apart import answer_apart
+
+    if _is_rank():
+        raise LaunchError(
+            f"`{arguments[0]}` starts its own ranks, but this process is a rank; call it without a launcher"
+        )
+    return answer_apart(arguments, captures, accepts)
+
+
+def _object(text: str) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(text)
+    return values
 
 
 def _result(folder: Path, code: int) -> RunResult:

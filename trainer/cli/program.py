@@ -31,18 +31,8 @@ _OTHER_WORDS = ("train", "fit", "finetune", "fine-tune")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line, and return its exit code; `argv` holds the arguments after the program's name."""
-    forbid_telemetry()
-    shorten_retries()
-    arguments = list(_without_local_rank(sys.argv[1:] if argv is None else argv))
     try:
-        if arguments[:1] and arguments[0] in _OTHER_WORDS:
-            raise UsageError(f"`{arguments[0]}` is no command; to train a recipe: trainer run RECIPE")
-        _require_values(arguments)
-        named = tuple(verb for verb in _VERBS if verb.replace("_", "-") in arguments[:1])
-        command(named or _VERBS).main(arguments, prog_name="trainer")
-        sys.stdout.flush()
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(end.code is not None)
+        return answer(list(_without_local_rank(sys.argv[1:] if argv is None else argv)))
     except TrainerError as error:
         show_error(error)
         return error.exit_code
@@ -50,6 +40,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except BrokenPipeError:  # the reader of the output has closed it, as in `trainer schema | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return ExitCode.DONE
+
+
+def answer(arguments: list[str]) -> int:
+    """Run the verb of some arguments, and return its exit code.
+
+    Raises:
+        TrainerError: an error that the user can fix.
+    """
+    forbid_telemetry()
+    shorten_retries()
+    if arguments[:1] and arguments[0] in _OTHER_WORDS:
+        raise UsageError(f"`{arguments[0]}` is no command; to train a recipe: trainer run RECIPE")
+    _require_values(arguments)
+    named = tuple(verb for verb in _VERBS if verb.replace("_", "-") in arguments[:1])
+    try:
+        command(named or _VERBS).main(arguments, prog_name="trainer")
+    except SystemExit as end:
+        sys.stdout.flush()
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
     return ExitCode.DONE
 
 

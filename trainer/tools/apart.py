@@ -1,6 +1,6 @@
-"""A run in a process of its own, for a caller that is no command line: a script, a notebook, a thread.
+"""A run or another verb in a process of its own, for a caller that is no command line: a script, a notebook, a thread.
 
-The process gets the recipe as a file and starts the ranks as `trainer run` does. It makes callbacks again from their
+The process gets the recipe as a file and starts the ranks as the command does. It makes callbacks again from their
 classes and fields: a run unpickles nothing. It reports an error in a file, so that the caller raises the same one.
 """
 
@@ -12,10 +12,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from trainer.base import extensions
 from trainer.base.errors import ExitCode, TrainerError, UsageError, error_of_values, error_to_values
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from trainer.recipe.reading.loading import ResolvedRecipe
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
+_GOOD = (ExitCode.DONE, ExitCode.STOPPED)
 
 
 def run_apart(resolved: ResolvedRecipe, processes: int, max_restarts: int, callbacks: Sequence[Callback] = ()) -> int:
@@ -41,38 +42,78 @@ def run_apart(resolved: ResolvedRecipe, processes: int, max_restarts: int, callb
         TrainerError: The error that ended the run.
     """
     with scratch_folder() as folder:
-        recipe = resolved.recipe.model_dump(mode="json", exclude_unset=True)
-        (folder / "recipe.json").write_text(json.dumps(recipe), encoding="utf-8")
         job = {
+            "recipe": recipe_file(resolved, folder),
             "processes": processes,
             "max_restarts": max_restarts,
-            "registered": extensions.needed_elsewhere(),
             "callbacks": [described(callback) for callback in callbacks],
-            "path": sys.path,
-            "argv": sys.orig_argv,
-            "caller": os.getpid(),
         }
-        (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
-        # A notebook or a test replaces these streams. Then the output of the child passes through this process.
-        shown = sys.stdout is sys.__stdout__ and sys.stderr is sys.__stderr__
-        child = subprocess.Popen(
-            [sys.executable, "-m", "trainer.tools.apart", str(folder)],
-            stdin=subprocess.DEVNULL,
-            stdout=None if shown else subprocess.PIPE,
-            stderr=None if shown else subprocess.STDOUT,
-            env=child_variables(),
-            start_new_session=True,  # Ctrl-C reaches this process alone, which forwards it
-        )
-        _wait(child)
-        return _outcome(folder, child.returncode)
+        return _finished(folder, "trainer.tools.apart", job)
 
 
-def _wait(child: subprocess.Popen[bytes]) -> None:
+def answer_apart(arguments: Sequence[str], captures: bool = False, accepts: Container[int] = _GOOD) -> str:
+    """Run a command of `trainer` in a process, and return its standard output.
+
+    Args:
+        captures: whether to return the output; it is shown otherwise.
+        accepts: the exit codes with which the result of the command can be read.
+
+    Raises:
+        TrainerError: the error that ended the command.
+    """
+    with scratch_folder() as folder:
+        output = folder / "output"
+        with output.open("wb") as file:
+            # By its name: the command line stands above the tools.
+            _finished(folder, "trainer.cli.apart", {"arguments": list(arguments)}, file if captures else None, accepts)
+        return output.read_text(encoding="utf-8")
+
+
+def recipe_file(resolved: ResolvedRecipe, folder: Path) -> str:
+    """Write a recipe into a folder, and return the path of its file."""
+    recipe = resolved.recipe.model_dump(mode="json", exclude_unset=True) | {"name": resolved.recipe.name}
+    file = folder / "recipe.json"
+    file.write_text(json.dumps(recipe), encoding="utf-8")
+    return str(file)
+
+
+def _finished(
+    folder: Path,
+    module: str,
+    job: Mapping[str, Any],
+    output: IO[bytes] | None = None,
+    accepts: Container[int] = _GOOD,
+) -> int:
+    """Do a job in a process that runs `module`; return its exit code, or raise its error."""
+    whole = {
+        **job,
+        "registered": extensions.needed_elsewhere(),
+        "path": sys.path,
+        "argv": sys.orig_argv,
+        "caller": os.getpid(),
+    }
+    (folder / "job.json").write_text(json.dumps(whole), encoding="utf-8")
+    # A notebook or a test replaces these streams. Then the output of the child passes through this process.
+    shown = sys.stdout is sys.__stdout__ and sys.stderr is sys.__stderr__
+    passed = None if shown else subprocess.PIPE
+    child = subprocess.Popen(
+        [sys.executable, "-m", module, str(folder)],
+        stdin=subprocess.DEVNULL,
+        stdout=passed if output is None else output,
+        stderr=subprocess.STDOUT if passed is not None and output is None else passed,
+        env=child_variables(),
+        start_new_session=True,  # Ctrl-C reaches this process alone, which forwards it
+    )
+    _wait(child, child.stdout or child.stderr)
+    return _outcome(folder, child.returncode, accepts)
+
+
+def _wait(child: subprocess.Popen[bytes], stream: IO[bytes] | None) -> None:
     """Wait for the process, show its output where this process redirects its own, and forward interrupts."""
     while child.poll() is None:
         try:
-            if child.stdout is not None:
-                for line in child.stdout:
+            if stream is not None:
+                for line in stream:
                     write(line.decode("utf-8", "replace"), sys.stdout)
             child.wait()
         except KeyboardInterrupt:
@@ -80,26 +121,23 @@ def _wait(child: subprocess.Popen[bytes]) -> None:
         except BaseException:
             child.kill()
             raise
-    if child.stdout is not None:
-        write(child.stdout.read().decode("utf-8", "replace"), sys.stdout)
-        child.stdout.close()
+    if stream is not None:
+        write(stream.read().decode("utf-8", "replace"), sys.stdout)
+        stream.close()
 
 
-def _outcome(folder: Path, code: int) -> int:
+def _outcome(folder: Path, code: int, accepts: Container[int]) -> int:
     file = folder / "error.json"
     if file.exists():
         raise error_of_values(json.loads(file.read_text(encoding="utf-8")))
-    if code not in (ExitCode.DONE, ExitCode.STOPPED):
+    if code not in accepts:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        raise TrainerError(f"the process that ran the recipe {how}; its output has the reason")
+        raise TrainerError(f"the process that ran the command {how}; its output has the reason")
     return code
 
 
-def main(folder: Path) -> int:
-    """Run the recipe in `folder`, and return the exit code."""
-    from trainer.launch.local import Training, run_or_join
-    from trainer.recipe.reading.loading import load_recipe
-
+def do(folder: Path, work: Callable[[Any], int]) -> int:
+    """Do the job of a folder as its caller would, and return the exit code; an error is in a file for the caller."""
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     # The modules of extensions and callbacks are found as in the caller.
     sys.path[:] = job["path"]
@@ -108,11 +146,18 @@ def main(folder: Path) -> int:
     try:
         extensions.load()
         extensions.repeat(job["registered"])
-        training, recipe = Training(callbacks_of(made(job["callbacks"]))), load_recipe(str(folder / "recipe.json"))
-        return run_or_join(recipe, job["processes"], job["max_restarts"], training)
+        return work(job)
     except TrainerError as error:
         (folder / "error.json").write_text(json.dumps(error_to_values(error)), encoding="utf-8")
         return error.exit_code
+
+
+def _run(job: Mapping[str, Any]) -> int:
+    from trainer.launch.local import Training, run_or_join
+    from trainer.recipe.reading.loading import load_recipe
+
+    training = Training(callbacks_of(made(job["callbacks"])))
+    return run_or_join(load_recipe(job["recipe"]), job["processes"], job["max_restarts"], training)
 
 
 def described(callback: Callback) -> dict[str, Any]:
@@ -184,4 +229,4 @@ def _stop_with(caller: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(do(Path(sys.argv[1]), _run))
