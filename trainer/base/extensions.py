@@ -46,6 +46,7 @@ Kind = Literal[
     "format",  # a reader of files (`base/file_formats.py`)
     "source",  # a `RowSource` (`training/row_source.py`), by the key that asks for it
     "rows",  # the `RowTransform` of all recipes (`data/row_transform.py`), by its key
+    "splits",  # a function that changes the rows of splits (`SplitsChange` of `training/run_data.py`), by its key
     "warnings",  # a function from prepared data to warnings (`DataWarnings` of `training/run_data.py`)
     # The model
     "family",  # a `ModelFamily`, by its `model_type`

@@ -247,6 +247,6 @@ def build_ddp(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan,
         schedule = AccumulationSchedule(loss_sum, no_sync, sums)
     engine = NativeEngine(forward, [built], schedule, placements_of(built, mesh), total_steps, complete)
     _leave_gradients_rounded(rounded, engine, mesh, plan)
-    if not is_captured:
+    if not is_captured and not built.watchers:  # a captured pass shows nothing
         engine.to_graphs = partial(graphs.replace, places)
     return engine

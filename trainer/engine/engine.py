@@ -127,6 +127,8 @@ class Engine(ABC):
     def state(self) -> EngineState:
         """Return this rank's part of a checkpoint; all ranks must call it."""
         self._show()
+        for watcher in self._forward.watchers:
+            watcher.store()
         # A tied weight has a copy on another stage; a checkpoint holds it once.
         originals = [label for label in self.parameters if not self.placements[label].is_copy]
         return EngineState(

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -35,6 +35,18 @@ if TYPE_CHECKING:
     from trainer.engine.rounded_weights import RoundedWeights
 
 ModelCall = Callable[..., Any]
+
+
+class RowWatcher(Protocol):
+    """An observer of the scores of training rows, for rows that do not depend on each other."""
+
+    def watch(self, step: int, microbatch: Microbatch, scores: Tensor) -> None:
+        """Look at the scores of a microbatch, which may be on a GPU, before the optimizer step after `step` steps."""
+
+    def store(self) -> None:
+        """Store the results of all steps until now; a checkpoint of them follows."""
+
+
 ModelChange = Callable[[PlacedModel, Recipe], None]
 """A registered function that changes a model before its first pass, for recipes with its key."""
 
@@ -154,11 +166,12 @@ class ModelForward:
         self._compiled = [built.compiled] if built.compiled else []
         self._head = built.head
         self._added_loss = built.added_loss
+        self.watchers: list[RowWatcher] = [begin(self) for begin in built.watchers]
         self._call = call or built.model
         self._eval_call = eval_call or built.model
         self._rounded = rounded
         self._task = task
-        self._eval_task = task.for_evaluation()
+        self.eval_task = task.for_evaluation()
         self._seed = plan.recipe.training.seed
         # Whether each forward pass is a collective of the data-parallel ranks.
         self._synced = plan.strategy.cuts_parameters and mesh.size("dp_shard") > 1
@@ -243,6 +256,7 @@ class ModelForward:
         microbatch = self._ready(microbatch)
         logits = self._training_scores(self._call, microbatch)
         if not self._task.rows_depend:
+            self._show(microbatch, logits)
             loss = self._row_losses(logits, microbatch.labels, self._taught(microbatch.inputs, microbatch.is_padded))
         else:
             from trainer.engine.joint import joint_losses
@@ -251,6 +265,10 @@ class ModelForward:
             loss = joint.sum_of(microbatch.rows, logits)
         # A filler must run its backward pass too, because FSDP and DDP communicate inside of it.
         return loss * 0.0 if microbatch.filler else loss
+
+    def _show(self, microbatch: Microbatch, scores: Tensor) -> None:
+        for watcher in self.watchers if not microbatch.filler else ():
+            watcher.watch(self._step, microbatch, scores.detach())
 
     def _taught(self, inputs: dict[str, Tensor], is_padded: bool | None) -> Tensor | None:
         """Return a second model's outputs for the inputs of rows on this rank's device; None: there is none."""
@@ -287,14 +305,14 @@ class ModelForward:
         """Begin a forward pass without dropout and gradients, and return a function that waits for its result."""
         self._set_training(False)
         # Counted before the copy to the device.
-        num_valid = int(self._eval_task.num_valid(microbatch.labels))  # on the CPU, so the host need not wait
+        num_valid = int(self.eval_task.num_valid(microbatch.labels))  # on the CPU, so the host need not wait
         # A filler runs the model as well: under FSDP its layers gather weights on all ranks.
         microbatch, logits = self._evaluated(microbatch, labelled=True)
         generated = self._generated(microbatch)
         if logits is None:
             return EvalResult.begin_read(None, 0, {})
         # The loss of rows that depend on each other is that of the whole split.
-        loss_sum = None if self._task.rows_depend else self._eval_task.loss_sum(logits, microbatch.labels)
+        loss_sum = None if self._task.rows_depend else self.eval_task.loss_sum(logits, microbatch.labels)
         predictions = {**self._task.predictions(logits, microbatch.labels), **generated}
         return EvalResult.begin_read(loss_sum, num_valid, predictions)
 

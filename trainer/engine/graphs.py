@@ -279,9 +279,7 @@ class GraphedSchedule(Schedule):
     def _replay(self, key: tuple[Hashable, bool], microbatch: Microbatch, numbers: _Numbers) -> bool:
         """Run the pass by its graph, and return whether it has one."""
         ready = replace(
-            microbatch.to(numbers.total.device),
-            is_padded=microbatch.is_padded,
-            num_labels=microbatch.num_labels,
+            microbatch.to(numbers.total.device), is_padded=microbatch.is_padded, num_labels=microbatch.num_labels
         )
         if key not in self._graphs:
             try:

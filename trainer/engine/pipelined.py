@@ -156,6 +156,7 @@ class PipelinedForward(ModelForward):
                 # Repeated rows at the end have logits, but no loss.
                 return self._joint.sum_of(places, logits[:count]) * factor / denominator
             lesson = None if taught is None else taught[:count]
+            self._show(Microbatch({}, labels[real], rows.rows[real]), logits[:count])
             return self._row_losses(logits[:count], labels[real], lesson) * factor / denominator
 
         # The schedule calls `loss` once for each microbatch, on the rank with the last stage.
@@ -192,12 +193,7 @@ class PipelinedForward(ModelForward):
         return self._driver.forward(self._inputs(rows), self._shapes(rows))
 
     def _run_stage(
-        self,
-        built: PlacedModel,
-        part: StagePart,
-        forward: Callable[..., Any],
-        *received: Tensor,
-        **inputs: Tensor,
+        self, built: PlacedModel, part: StagePart, forward: Callable[..., Any], *received: Tensor, **inputs: Tensor
     ) -> Any:
         """Run one microbatch, as torch calls it; return the tensors for the next stage, or logits."""
         # These three are no arguments of the model.

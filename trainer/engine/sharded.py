@@ -59,11 +59,7 @@ class Sharding:
 
 
 def shard(
-    model: nn.Module,
-    placements: Placements,
-    mesh: ParallelMesh,
-    how: Sharding,
-    shards: dict[str, Tensor] | None = None,
+    model: nn.Module, placements: Placements, mesh: ParallelMesh, how: Sharding, shards: dict[str, Tensor] | None = None
 ) -> Placements:
     """Shard each layer of the model's family, then the rest as one group, over the mesh axis `dp_shard`.
 

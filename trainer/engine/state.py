@@ -73,10 +73,7 @@ def buffer_parts(models: Iterable[nn.Module], mesh: ParallelMesh) -> list[Tensor
 
 
 def whole_tensors(
-    weights: Mapping[str, Callable[[], Tensor]],
-    models: Iterable[nn.Module],
-    placements: Placements,
-    mesh: ParallelMesh,
+    weights: Mapping[str, Callable[[], Tensor]], models: Iterable[nn.Module], placements: Placements, mesh: ParallelMesh
 ) -> WholeTensors:
     """Return the weights and saved buffers of a model for its export. All ranks must call it.
 

@@ -30,11 +30,7 @@ _MOST_LAYERS = 8  # of a sample; includes every kind of layer in a model that al
 
 
 def check_invariance(
-    model: nn.Module,
-    keys: DropoutKeys | None,
-    packed: bool = False,
-    auto_class_name: str = "",
-    is_trained: bool = True,
+    model: nn.Module, keys: DropoutKeys | None, packed: bool = False, auto_class_name: str = "", is_trained: bool = True
 ) -> list[str]:
     """Compare the logits of a row alone with those of the same row in a padded batch, and perhaps in a packed row.
 

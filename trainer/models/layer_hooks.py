@@ -62,11 +62,7 @@ class Stacks:
     """
 
     def __init__(
-        self,
-        layers: Mapping[str, nn.Module],
-        tensor: Group,
-        sequence: bool,
-        layer_cuts: Mapping[str | None, LayerCut],
+        self, layers: Mapping[str, nn.Module], tensor: Group, sequence: bool, layer_cuts: Mapping[str | None, LayerCut]
     ) -> None:
         self._layers = dict(layers)
         self._layer_cuts = layer_cuts

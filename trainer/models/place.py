@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -108,6 +108,7 @@ class PlacedModel:
     `origin` is None if the weights were loaded whole, or may have changed.
     `groups` are those of the optimizer, of the whole model.
     The engine adds a head that scores tokens, the loss of a second model and the compiled layers, if there are any.
+    `watchers` make a `RowWatcher` from each forward pass (`engine/forward.py`).
     """
 
     model: nn.Module
@@ -123,6 +124,7 @@ class PlacedModel:
     head: TokenHead | None = None
     added_loss: AddedLoss | None = None
     compiled: CompiledLayers | None = None
+    watchers: list[Callable[[Any], Any]] = field(default_factory=list)
 
     @property
     def placements(self) -> Placements:

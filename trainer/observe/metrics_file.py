@@ -31,14 +31,7 @@ from typing import Any
 from trainer.base.disk import open_plain, replace_text
 from trainer.base.errors import TrainerError, UsageError, storage_error
 from trainer.observe.observer import Observer
-from trainer.observe.records import (
-    BadStepRecord,
-    EndRecord,
-    EvaluationRecord,
-    LoggedRecord,
-    RunInfo,
-    StepRecord,
-)
+from trainer.observe.records import BadStepRecord, EndRecord, EvaluationRecord, LoggedRecord, RunInfo, StepRecord
 
 METRICS_FILE_NAME = "metrics.jsonl"
 

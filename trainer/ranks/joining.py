@@ -415,9 +415,7 @@ def _listen_for_ranks(environment: LaunchEnvironment) -> int:
 
 
 @contextmanager
-def lost_store(
-    text: str = "another rank exited before all were ready; its message gives the reason",
-) -> Iterator[None]:
+def lost_store(text: str = "another rank exited before all were ready; its message gives the reason") -> Iterator[None]:
     """Convert errors of a store that has ended with its rank or agent to an error with `text`."""
     try:
         yield

@@ -81,13 +81,7 @@ class CausalLMTask(TokenLabels):
 
     @property
     def unencoded_fields(self) -> tuple[str, ...]:
-        return (
-            "metric_names",
-            "vocabulary",
-            "takes_token_scores",
-            "num_tokens",
-            "settings",
-        )
+        return ("metric_names", "vocabulary", "takes_token_scores", "num_tokens", "settings")
 
     @property
     def packs_documents(self) -> bool:

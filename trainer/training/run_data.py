@@ -20,18 +20,12 @@ from trainer.data.sources import Split, Splits, load_splits, require_one_type
 from trainer.data.split import EncodedSplit
 from trainer.observe.observer import Observer
 from trainer.ranks.environment import cache_folder
-from trainer.recipe.registered import all_of
+from trainer.recipe.registered import all_of, asked_for
 from trainer.recipe.schema import Recipe
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import Task, TextTask
 from trainer.tasks.types import EvaluatedSplit
-from trainer.training.data_notes import (
-    encoding_notes,
-    mixture_notes,
-    position_notes,
-    row_notes,
-    row_unit,
-)
+from trainer.training.data_notes import encoding_notes, mixture_notes, position_notes, row_notes, row_unit
 from trainer.training.preparation import Preparation
 from trainer.training.row_encoding import load_preparation, resolve_task
 from trainer.training.row_source import OpenedSplit, RowSource, row_source
@@ -173,6 +167,23 @@ class _Loaded:
         return Splits(train.first(self.most_rows), validation and validation.first(self.most_rows))
 
 
+SplitsChange = Callable[[Recipe, Splits], Splits]
+"""A registered function that changes the splits of a recipe with its key, before they are encoded."""
+
+
+def read_splits(
+    recipe: Recipe, task: Task, most_rows: int | None, problems: Problems | None, source: RowSource | None
+) -> Splits:
+    """Read the rows of a recipe; the arguments are those of `load_splits`, and the feature that reads its stream."""
+    label = getattr(recipe.task, "label", None)
+    read = partial(source.read, recipe) if source else None
+    splits = load_splits(recipe.data, label, most_rows, problems, task.columns, task.cell_kinds, read)
+    changes: list[SplitsChange] = asked_for("splits", recipe)
+    for change in changes:
+        splits = change(recipe, splits)
+    return splits
+
+
 def _load(
     recipe: Recipe,
     task: Task,
@@ -185,10 +196,8 @@ def _load(
     preparation = splits = None
     with problems.collect():
         preparation = load(recipe)
-    label = getattr(recipe.task, "label", None)
-    read = partial(source.read, recipe) if source else None
     with problems.collect():
-        splits = load_splits(recipe.data, label, most_rows, problems, task.columns, task.cell_kinds, read)
+        splits = read_splits(recipe, task, most_rows, problems, source)
     if splits is None:
         problems.raise_all()
     assert splits is not None

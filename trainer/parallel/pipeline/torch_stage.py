@@ -23,9 +23,7 @@ INTERNALS = Internals(
 )
 
 VOTES = Internals(
-    "torch",
-    "2.13",
-    {"torch.distributed.pipelining:PipelineStage": ["_warmup_forward_vote", "_warmup_backward_result"]},
+    "torch", "2.13", {"torch.distributed.pipelining:PipelineStage": ["_warmup_forward_vote", "_warmup_backward_result"]}
 )
 """The votes of the stages. Older versions have none, and a version without them needs none."""
 

@@ -22,11 +22,7 @@ from trainer.recipe.schema.optimizer import SGD, AdamW, AdamWKeys, OptimizerKeys
 from trainer.recipe.schema.parallel import Communication, Parallel, Pipeline
 from trainer.recipe.schema.schedule import Linear, ScheduleKeys, ScheduleSection
 from trainer.recipe.schema.section import Section
-from trainer.recipe.schema.task import (
-    SequenceClassification,
-    SequenceRegression,
-    TaskSection,
-)
+from trainer.recipe.schema.task import SequenceClassification, SequenceRegression, TaskSection
 from trainer.recipe.schema.task_keys import ClassificationKeys, GenerativeKeys, TaskKeys, TextKeys, Traits
 from trainer.recipe.schema.training import Training
 

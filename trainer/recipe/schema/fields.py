@@ -138,9 +138,7 @@ _NO_VARIABLE = r"([^$]|\$([^{A-Z]|$))"
 PathOrUrl = Annotated[
     str,
     text_pattern(
-        rf"^{_NO_VARIABLE}*[^$\s]{_NO_VARIABLE}*$",
-        f"{_RULE}, without a variable such as ${{HOME}}",
-        format="path",
+        rf"^{_NO_VARIABLE}*[^$\s]{_NO_VARIABLE}*$", f"{_RULE}, without a variable such as ${{HOME}}", format="path"
     ),
     AfterValidator(_require_set),
 ]
