@@ -6,6 +6,7 @@ import csv
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trainer.base.errors import DataError
 from trainer.data.hashing import row_digest
@@ -31,7 +32,7 @@ def leave_out(recipe: Recipe, splits: Splits) -> Splits:
 def _without(train: Split, file: str) -> Split:
     rows = _rows_of(file)
     number = len(train.rows)
-    is_kept = np.ones(number, bool)
+    is_kept: NDArray[np.bool_] = np.ones(number, bool)
     for row, digest in rows.items():
         if row >= number:
             if train.is_whole:
