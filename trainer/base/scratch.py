@@ -20,16 +20,19 @@ _NAME = re.compile(_PREFIX + r"(?P<machine>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
     """Make a temporary folder for the block; before, remove those of killed processes of this machine."""
-    machine = sha256(this_machine().encode()).hexdigest()[:8]
-    _remove_abandoned(Path(tempfile.gettempdir()), machine)
-    prefix = f"{_PREFIX}{machine}-{getpid()}-{start_of(getpid())}-"
+    prefix = prefix_of(getpid())
+    if this_machine():  # else processes of different machines look alike
+        _remove_abandoned(Path(tempfile.gettempdir()), prefix.split("-")[1])
     with tempfile.TemporaryDirectory(prefix=prefix) as name:
         yield Path(name)
 
 
+def prefix_of(pid: int) -> str:
+    """Return the start of the names of a process's temporary folders; without a start, it ends in `--`."""
+    return f"{_PREFIX}{sha256(this_machine().encode()).hexdigest()[:8]}-{pid}-{start_of(pid)}-"
+
+
 def _remove_abandoned(parent: Path, machine: str) -> None:
-    if not this_machine():  # processes of different machines look alike
-        return
     for folder in parent.glob(f"{_PREFIX}{machine}-*"):
         match = _NAME.fullmatch(folder.name)
         # A process with this number but another start is a later one.

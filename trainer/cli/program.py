@@ -17,7 +17,6 @@ from trainer import __version__
 from trainer.base.errors import INTERRUPTED, ExitCode, TrainerError, UsageError
 from trainer.base.terminal import say
 from trainer.cli.hub_retries import shorten_retries
-from trainer.cli.options import show_error
 from trainer.ranks.environment import forbid_telemetry
 
 # Texts, so that a verb imports no other one; each is a module of this package and its function.
@@ -34,7 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return answer(list(_without_local_rank(sys.argv[1:] if argv is None else argv)))
     except TrainerError as error:
-        show_error(error)
+        from trainer.cli.once import show_error_once
+
+        show_error_once(error)
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
