@@ -44,7 +44,7 @@ def test_only_the_first_rank_with_an_error_shows_it(launch, monkeypatch):
     ]
     assert launch(RecipeError("rank 2 on there: `c`")) == ["error: rank 2 on there: `c`"]
     parent = os.getppid()
-    monkeypatch.setattr(os, "getppid", lambda: os.getpid())
+    monkeypatch.setattr(os, "getppid", os.getpid)
     assert launch(missing) == ["error: there is no file"], "another launch"
     monkeypatch.setattr(os, "getppid", lambda: parent)
     assert launch(missing) == []

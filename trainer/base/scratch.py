@@ -20,10 +20,9 @@ _NAME = re.compile(_PREFIX + r"(?P<machine>[0-9a-f]{8})-(?P<pid>\d+)-(?P<start>\
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
     """Make a temporary folder for the block; before, remove those of killed processes of this machine."""
-    prefix = prefix_of(getpid())
     if this_machine():  # else processes of different machines look alike
-        _remove_abandoned(Path(tempfile.gettempdir()), prefix.split("-")[1])
-    with tempfile.TemporaryDirectory(prefix=prefix) as name:
+        _remove_abandoned(Path(tempfile.gettempdir()))
+    with tempfile.TemporaryDirectory(prefix=prefix_of(getpid())) as name:
         yield Path(name)
 
 
@@ -32,8 +31,8 @@ def prefix_of(pid: int) -> str:
     return f"{_PREFIX}{sha256(this_machine().encode()).hexdigest()[:8]}-{pid}-{start_of(pid)}-"
 
 
-def _remove_abandoned(parent: Path, machine: str) -> None:
-    for folder in parent.glob(f"{_PREFIX}{machine}-*"):
+def _remove_abandoned(parent: Path) -> None:
+    for folder in parent.glob(prefix_of(0).removesuffix("0--") + "*"):  # no process has the number 0
         match = _NAME.fullmatch(folder.name)
         # A process with this number but another start is a later one.
         if match and start_of(int(match["pid"])) != match["start"]:

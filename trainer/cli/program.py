@@ -33,9 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return answer(list(_without_local_rank(sys.argv[1:] if argv is None else argv)))
     except TrainerError as error:
-        from trainer.cli.once import show_error_once
-
-        show_error_once(error)
+        import_module("trainer.cli.once").show_error_once(error)
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
