@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -200,13 +201,13 @@ class Saver:
         Nothing is lost if a place that does not last is skipped, so another training is no error there.
         """
         state, problems = tier.read(candidate)
-        if (
-            state is not None
-            and not tier.is_lasting
-            and (others := differences(state.facts.identity, self._identity()))
-        ):
-            return None, [f"it belongs to another training: {others}"]
-        return state, problems
+        if state is None or tier.is_lasting:
+            return state, problems
+        present = self._identity()
+        with suppress(UsageError):  # of a difference that changes steps which are done
+            present = self._reconciled(state)[0]
+        others = differences(state.facts.identity, present)
+        return (None, [f"it belongs to another training: {others}"]) if others else (state, problems)
 
     def _identity(self, state: EngineState | None = None) -> Mapping[str, Any]:
         """Return the identity, with a digest of frozen weights that the state leaves out. All ranks must call it."""
@@ -220,11 +221,16 @@ class Saver:
             self._frozen = joined(self._mesh.all_gather(own_digest((state or self._engine.state()).frozen())))
         return {**present, "model": {**present["model"], FROZEN_WEIGHTS: self._frozen}}
 
-    def _compare_training(self, state: SavedBoxes) -> list[str]:
-        """Refuse another training, and return notes on differences that change nothing."""
+    def _reconciled(self, state: SavedBoxes) -> tuple[Mapping[str, Any], list[str]]:
+        """Return the identity without differences to a checkpoint that change nothing, and notes on them."""
         present, notes = self._identity(), list[str]()
         if differences(state.facts.identity, present) and (reconcile := sole("resumption")):
             present, notes = reconcile(state, present, self._saved.steps_per_epoch)
+        return present, notes
+
+    def _compare_training(self, state: SavedBoxes) -> list[str]:
+        """Refuse another training, and return notes on differences that change nothing."""
+        present, notes = self._reconciled(state)
         if others := differences(state.facts.identity, present):
             fix = "Give the run another `name` or `checkpoint.folder`, or restore the values"
             raise UsageError(f"{state.folder} belongs to another training: {others}. {fix}")

@@ -348,6 +348,19 @@ class TestOneHost:
         assert step is None
         assert "it belongs to another training: `training.seed` was 42 and is 1" in notes[0]
 
+    @pytest.mark.parametrize(("schedule", "found"), [("constant", 2), ("linear", None)])
+    def test_a_raised_number_of_steps_keeps_them_if_the_rates_are_the_same(self, tmp_path, schedule, found):
+        keys = {"schedule": {"name": schedule, "warmup": 0}}
+        run = saver(tmp_path, 1, step=2, **keys)
+        run.resume("auto")
+        run.progress = Progress(2, 24)
+        run.save_in_memory()
+        run.finish()
+        step, is_whole, notes = resume(tmp_path, training={"max_steps": 30}, **keys)
+        assert (step, is_whole) == (found, found is not None)
+        text = "ends at step 30 instead of 20" if found else "another training: `training.max_steps` was 20 and is 30"
+        assert text in notes[0]
+
     def test_a_run_in_a_new_folder_at_the_same_place_finds_nothing(self, tmp_path):
         save(tmp_path, [2])
         shutil.rmtree(tmp_path / "run")

@@ -74,20 +74,32 @@ def test_a_raised_run_is_the_longer_one(
 
 
 @pytest.mark.slow
-def test_a_raised_run_that_is_killed_is_the_longer_one(tmp_path: Path):
-    """A rank dies by SIGKILL in step 13, after a checkpoint of the raised part."""
+@pytest.mark.parametrize(
+    "keys",
+    [
+        (),
+        ("parallel.strategy=fsdp", "training.ema_decay=0.9"),
+        ("parallel.tensor=2",),
+        ("parallel.pipeline.stages=2",),
+        ("data.streaming=true", "data.shuffle_window=16", "data.group_by_length=false", "task.labels=[a, b, c]"),
+    ],
+    ids=["ddp", "fsdp, averages", "tensor", "pipeline", "stream"],
+)
+def test_a_raised_run_that_is_killed_is_the_longer_one(tmp_path: Path, keys: tuple[str, ...]):
+    """A rank dies by SIGKILL in step 11, after a checkpoint of the raised part."""
     file = write(tmp_path, CONSTANT)
 
     def run(folder: str, steps: int, *fault: object) -> int | None:
-        keys = (f"checkpoint.folder={tmp_path / folder}", f"training.max_steps={steps}", "training.micro_batch_size=2")
-        process = warm.start([*fault, "run", file, *keys, "--processes", 2], faulty=bool(fault))
+        words = (*keys, f"checkpoint.folder={tmp_path / folder}", f"training.max_steps={steps}")
+        words += ("training.micro_batch_size=2", "checkpoint.every=2 steps")
+        process = warm.start([*fault, "run", file, *words, "--processes", 2], faulty=bool(fault))
         print(*process.communicate(timeout=200))
         return process.returncode
 
     assert run("raised", 4) == 0
-    assert run("raised", 14, "die", 1, 13) not in (0, None)
-    assert max(CheckpointStore(tmp_path / "raised", 9).steps()) >= 9
-    assert run("raised", 14) == run("whole", 14) == 0
+    assert run("raised", 12, "die", 1, 11) not in (0, None)
+    assert max(CheckpointStore(tmp_path / "raised", 9).steps()) >= 6
+    assert run("raised", 12) == run("whole", 12) == 0
     assert_same(tmp_path / "raised", tmp_path / "whole")
 
 
@@ -113,6 +125,15 @@ def test_other_rates_are_refused_with_two_ways(
     # The first way, as it is printed, is a run.
     assert main(["run", str(file), f"model.name_or_path={tmp_path / 'run' / 'model'}", "model.config=null",
                  "training.max_steps=5", f"checkpoint.folder={tmp_path / 'run'}-2"]) == 0  # fmt: skip
+
+
+def test_a_run_without_its_model_ends_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = write(tmp_path, {"name": "cosine"}, max_steps=6)
+    assert main(["run", str(file), "training.stop_at_step=5"]) == 75
+    assert main(["run", str(file), "training.max_steps=12"]) == 2
+    assert "further, let this run end at step 6, and start a run: trainer run" in " ".join(
+        capsys.readouterr().err.split()
+    )
 
 
 def test_fewer_steps_than_are_done_and_further_differences_are_refused(

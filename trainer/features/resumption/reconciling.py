@@ -70,10 +70,12 @@ def _continuation(state: SavedBoxes, was: Mapping[str, Any], now: Mapping[str, A
     run, recipe = state.folder.parents[1], state.facts.origin.get("recipe")
     is_drawn = isinstance(recipe, Mapping) and (recipe.get("model") or {}).get("name_or_path") is None
     config = " model.config=null" if is_drawn else ""
+    # A run exports its model at its end.
+    end = "" if (run / "model").is_dir() else f" let this run end at step {before}, and"
     raise UsageError(
         f"`training.{key}` gives {after} steps, but {state.folder} is of a training of {before}: with another end, the"
-        f" schedule {keys['name']} gives step {other} another learning rate. To train this model further, start a run:"
-        f" trainer run RECIPE model.name_or_path={run / 'model'}{config} checkpoint.folder={run}-2."
+        f" schedule {keys['name']} gives step {other} another learning rate. To train this model further,{end} start a"
+        f" run: trainer run RECIPE model.name_or_path={run / 'model'}{config} checkpoint.folder={run}-2."
         f" To keep the choice, begin a run with the larger number and training.stop_at_step={before}; the same command"
         " continues it"
     )
