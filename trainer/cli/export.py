@@ -48,6 +48,8 @@ def export(
     from trainer.tools.certify.verifying import Verification
     from trainer.use.export.exporting import export as export_checkpoint
 
+    if str(folder).startswith("-"):
+        raise UsageError(f"`{folder}` is no option of `trainer export`; write the folder after the run: RUN FOLDER")
     if overrides and not verify:
         raise UsageError(
             f"`{overrides[0]}` names rows to compare, which only --verify reads; add --verify, or remove it"

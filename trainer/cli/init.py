@@ -58,10 +58,11 @@ def init(
     (write_over if overwrite else write_new)(place, proposal.text, "--output")
     for line in proposal.lines:
         say(line)
-    say(f"wrote     {place}")
+    name = shlex.quote(str(place))
     if proposal.problems:
+        say(f"wrote     {place}, which cannot train before the errors below are mended", f"next      trainer check {name}")
         raise RecipeError(*proposal.problems)
-    say(f"next      trainer run {shlex.quote(str(place))}")
+    say(f"wrote     {place}", f"next      trainer run {name}")
 
 
 def _ask(question: str, default: str, choices: Sequence[str] = ()) -> str:

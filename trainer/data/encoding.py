@@ -157,5 +157,5 @@ def encode_rows(rows: Dataset, first_row: int, encode: Callable[[Dataset, int], 
 
 def _further_rows(messages: Sequence[str]) -> str:
     """Return the other rows with the problem of a message."""
-    rows = [row[1] for message in messages if (row := _ROW.search(message))]
-    return f" (also row{'s' * (len(rows) > 1)} {listed(rows, MOST_ROWS_SHOWN)})" if rows else ""
+    rows = [f"row {row[1]}" for message in messages if (row := _ROW.search(message))]
+    return f" (also {listed(rows, MOST_ROWS_SHOWN)})" if rows else ""

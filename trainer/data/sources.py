@@ -86,11 +86,11 @@ class Split:
         def with_line(row: re.Match[str]) -> str:
             with contextlib.suppress(OSError, UnicodeError, csv.Error, IndexError):
                 if self.places is not None and (place := self.places.of(int(row[1]) - 1)):
-                    return f"row {row[1]} ({place}) of {self.where}"
+                    return f"{row[0]} ({place})"
             return row[0]
 
         fix = self._fix(message)
-        message = re.sub(rf"\brow (\d+) of {re.escape(self.where)}", with_line, message)
+        message = re.sub(rf"\brow (\d+)(?= of {re.escape(self.where)}|(, row \d+)*( and.*)?\)$)", with_line, message)
         return f"{message}; {fix}" if fix else message
 
     def _fix(self, message: str) -> str | None:
@@ -507,7 +507,7 @@ def _hold_out(train: Split, share: float, label: str | None) -> Splits:
     else:
         taken = np.arange(number)
     held = np.isin(np.arange(num_rows), order[taken])
-    note = f"validation: {number:,} of the {num_rows:,} rows of {train.where} are held out"
+    note = f"validation: {number:,} of the {num_rows:,} rows of {train.where} are held out".replace("rows of the ", "")
 
     def part(rows: NDArray[np.bool_], where: str) -> Split:
         chosen = np.flatnonzero(rows)

@@ -250,7 +250,8 @@ def _row_lines(row: ShownRow, brief: bool) -> list[Text]:
     label += f"  {row.window}" if row.window else ""
     for number, text in enumerate(row.texts):
         line = Text(f"row {row.row + 1}" if number == 0 else "", style="bold")
-        line.append(f" {text.role}, {text.tokens} tokens{label if number == 0 else ''}: ", style="dim")
+        tokens = f", {text.tokens} tokens" if text.tokens else ""  # an image has none
+        line.append(f" {text.role}{tokens}{label if number == 0 else ''}: ", style="dim")
         for piece in text.pieces:
             before, after = _SIGNS[piece.mark]
             if piece.note.startswith("document"):

@@ -9,8 +9,10 @@ import pytest
 
 from tests.helpers.rows import load_files
 from trainer.base.errors import DataError
+from trainer.data.formats.base import TextOptions
 from trainer.data.sources import load_splits
 from trainer.recipe.schema import FileData
+from trainer.use.chunked_rows import input_format, read_chunks
 
 ROWS = [{"text": "one", "label": "a"}, {"text": "two", "label": "b"}]
 
@@ -70,3 +72,12 @@ def test_excel_numbers_that_are_shown_with_zeros(tmp_path):
     rows = rows_with_classes(tmp_path / "a.xlsx")
     assert rows["label"][:] == ["007", "010", None, "1200"]
     assert rows["text"][-1] == "7"
+
+
+def test_sheets_are_read_to_predict(tmp_path):
+    with pandas.ExcelWriter(tmp_path / "a.xlsx") as book:
+        pandas.DataFrame(ROWS).to_excel(book, sheet_name="first", index=False)
+        pandas.DataFrame({"text": ["three", None, "007"]}).to_excel(book, sheet_name="second", index=False)
+    text = TextOptions(further={"sheet": "second"})
+    chunks = list(read_chunks(tmp_path / "a.xlsx", input_format(tmp_path / "a.xlsx"), 2, 0, "`a.xlsx`", text=text))
+    assert chunks == [[{"text": "three"}, {"text": None}], [{"text": "007"}]]

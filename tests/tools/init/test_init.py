@@ -176,7 +176,7 @@ def test_problems_of_rows_come_with_the_recipe(capsys: pytest.CaptureFixture[str
     Path("my_dev.csv").write_text("\n".join(["text,label", *rows[:3], "text 3,7", *rows[4:]]), encoding="utf-8")
     assert main(["init", "my_train.csv", "--yes", "-o", "my.yaml"]) == ExitCode.USER
     shown = capsys.readouterr()
-    assert shown.out.endswith("wrote     my.yaml\n")
+    assert shown.out.endswith("mended\nnext      trainer check my.yaml\n")
     assert "(line 5) of `" in shown.err
     write_csv()
     assert main(["init", "my.csv", "--yes", "-o", "x.yaml", "data.delimiter=';;'"]) == ExitCode.USER

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Callable
 from datetime import date
 from decimal import Decimal
@@ -242,7 +243,7 @@ def test_a_pretrained_model_of_the_cache_is_the_default_and_trains(
 ) -> None:
     Path("a.csv").write_text(as_csv(HOLES), encoding="utf-8")
     assert main(["init", "a.csv", "--yes"]) == ExitCode.DONE
-    assert "since the hub cannot be reached, and its cache lacks google/bert_unc" in capsys.readouterr().out
+    assert "sample: small, random weights, since no hub answers; pretrained: --model google-" in capsys.readouterr().out
     fill_cache(cache, "google-bert/bert-base-uncased", None)
     assert main(["init", "a.csv", "--yes", "--overwrite"]) == ExitCode.DONE
     shown = "google-bert/bert-base-uncased: pretrained, in the hub's cache, with the learning rate 0.0001\n"
@@ -278,3 +279,32 @@ def test_a_hub_that_answers_gives_the_default(
     recipe = load_recipe("a.yaml").recipe
     assert (recipe.model.name_or_path or models.SAMPLE) == name
     capsys.readouterr()
+
+
+def test_rows_that_cannot_be_trained_are_named_by_their_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    chats = [[{"role": "user", "content": text(row)}, {"role": "assistant", "content": "yes"}] for row in range(NUMBER)]
+    bad = (0, 24, 38)
+    for row in bad:
+        chats[row].pop()
+    Path("a.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats), encoding="utf-8")
+    assert main(["init", "a.jsonl", "--yes", "data.validation=0.5"]) == ExitCode.USER
+    shown = capsys.readouterr()
+    assert shown.out.endswith(
+        "wrote     a.yaml, which cannot train before the errors below are mended\nnext      trainer check a.yaml\n"
+    )
+    lines = [int(number) for number in re.findall(r"line (\d+)\)", shown.err)]
+    assert {row + 1 for row in bad if row} == {*lines}
+
+
+def test_documents_of_a_query_may_be_ranked(capsys: pytest.CaptureFixture[str]) -> None:
+    pairs = table(query=lambda row: f"what is {row // 4}", document=text, relevance=lambda row: int(row % 4 == 0))
+    Path("a.csv").write_text(as_csv(pairs), encoding="utf-8")
+    assert main(["init", "a.csv", "--yes"]) == ExitCode.DONE
+    assert re.search("the columns also fit .*task.type=reranker", capsys.readouterr().out)
+    assert main(["init", "a.csv", "--yes", "--overwrite", "task.type=reranker"]) == ExitCode.DONE
+    task = load_recipe("a.yaml").recipe.task.model_dump()
+    assert (task["query"], task["documents"], task["label"]) == ("query", "document", "relevance")
+    lists = [{"query": text(row), "documents": ["a", "b c"], "labels": [1, 0]} for row in range(NUMBER)]
+    Path("b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lists), encoding="utf-8")
+    assert main(["init", "b.jsonl", "--yes"]) == ExitCode.DONE
+    assert load_recipe("b.yaml").recipe.task.type == "reranker"

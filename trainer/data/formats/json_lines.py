@@ -64,7 +64,7 @@ class JsonReader(Reader):
                 except json.JSONDecodeError as error:
                     yield DataError(
                         f"line {number} of {where} must be a JSON object, but is not JSON: {_position(error)};"
-                        " write one object on each line"
+                        " write one object on each line, as `jq -c .[]` does for a list"
                     )
                     continue
                 except (ValueError, RecursionError):

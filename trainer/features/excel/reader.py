@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from trainer.base.errors import DataError, UsageError
 from trainer.base.text import listed
-from trainer.data.formats.base import NULLS, CellKind, Files, Loaded, Reader
+from trainer.data.formats.base import NULLS, CellKind, Files, Loaded, Reader, Row, TextOptions
 from trainer.data.formats.typed import with_types
 
 if TYPE_CHECKING:
@@ -80,6 +80,14 @@ class ExcelReader(Reader):
                 )
         frame = pandas.concat(frames, ignore_index=True)
         return (datasets.Dataset.from_pandas(frame, preserve_index=False) if len(frame) else None), notes
+
+    def rows(self, path: Path, where: str, text: TextOptions) -> Iterator[Row | DataError]:
+        """See `Reader`; a sheet has at most a million rows, which are read at once."""
+        loaded, _ = self.load(Files([path], text, "--input"))
+        yield from loaded or ()
+
+    def num_empty(self, path: Path, text: TextOptions) -> int:
+        return 0
 
     def typed(self, parts: Sequence[Dataset], kinds: Mapping[str, CellKind]) -> list[Dataset]:
         return with_types(parts, kinds)

@@ -87,9 +87,9 @@ class Column:
 
     @cached_property
     def numbers_rows(self) -> bool:
-        """Whether integers count the rows from 0 or 1."""
-        first = self.values[0] if self.kind == "integer" and self.values else None
-        return first in (0, 1) and list(self.values) == list(range(first, first + len(self.values)))
+        """Whether integers count the rows, from any number on."""
+        first = self.values[0] if self.kind == "integer" and len(self.values) > 1 else None
+        return first is not None and list(self.values) == list(range(first, first + len(self.values)))
 
     @cached_property
     def notation(self) -> str | None:
@@ -98,6 +98,7 @@ class Column:
         others = [text for text in texts if number_in(text) is None]
         if not others:
             return None
+        others = [text for text in others if not _FIGURE.fullmatch(text)] or others
         if len(others) <= len(texts) / 10:
             return f"numbers, but {json.dumps(others[0], ensure_ascii=False)} in {len(others):,} of {len(texts):,} rows"
         return next((name for name, form in _NOTATIONS.items() if all(map(form.fullmatch, texts))), None)
@@ -113,6 +114,7 @@ class Column:
 
 SCALARS: tuple[Kind, ...] = ("text", "integer", "number", "boolean")
 _FIGURES = r"[+-]?(\d+|\d{1,3}([.,' ]\d{3})+)([.,]\d+)?"
+_FIGURE = re.compile(_FIGURES)
 _MONEY = "[$€£¥₹]|EUR|USD|GBP|CHF"
 DATES, ADDRESSES, LISTS = "dates", "addresses or identifiers", "lists or objects written as texts"
 _NOTATIONS = {
@@ -125,7 +127,10 @@ _NOTATIONS = {
 }
 _IDENTIFIER, _FEWEST_OF_IDENTIFIER = re.compile(r"(?=.*\d)[\w.:/-]+"), 4
 _ONE_GROUP = re.compile(r"[+-]?[1-9]\d{0,2}(,\d{3})?|0")
-_MISSING = frozenset(("", "n/a", "na", "nan", "null", "none", "-", "--", "?", "missing"))
+_MISSING = frozenset((
+    "", "n/a", "n.a.", "n. a.", "na", "#n/a", "nan", "null", "none", "nil", "-", "--", "?", "missing", "unknown", "k.a.",
+    "k. a.", "keine angabe", "#nv", "n.v.", "n. v.", "n/d", "n.d.", "s/d", "nd", "nc",
+))  # fmt: skip
 """Texts beside numbers that stand for no number, in small letters."""
 _MARKS = ((",", "."), (".", ","), (".", " "), (",", " "), (".", "'"))
 """Decimal marks, and marks of thousands."""

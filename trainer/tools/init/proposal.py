@@ -77,7 +77,7 @@ def propose(request: InitRequest, ask: Ask = take_default) -> Proposal:
     rows, is_whole, own_notes, other_rows = read(draft)
     columns: Sequence[Column] = columns_of(rows, MOST_ROWS)
     others = [] if other_rows is None else columns_of(other_rows, MOST_ROWS)
-    shape = _shape(columns, request, ask, own_notes)
+    shape, others_fit = _shape(columns, request, ask, own_notes)
     shape, columns = _with_classes(shape, columns, draft)
     lines = list(_data_lines(draft, columns, len(rows), is_whole))
     lines.append(f"task      {_put_task(draft, shape)}")
@@ -104,6 +104,8 @@ def propose(request: InitRequest, ask: Ask = take_default) -> Proposal:
     draft.resolved()
     label_notes = notes(columns, shape, "task.label" in request.given)
     check_notes = [note for note in checked.notes if not (about_rows and _WHERE in note)]  # the rows are counted above
+    if others_fit:
+        lines.append(f"note      the columns also fit {listed(others_fit, _MOST_COLUMNS)}")
     lines += [f"note      {note}" for note in (*label_notes, *check_notes)]
     lines += [f"unchecked {part}" for part in checked.local.unchecked]
     return Proposal(draft.text(), tuple(lines), tuple(checked.problems.messages))
@@ -154,8 +156,10 @@ def _with_classes(shape: Shape, columns: Sequence[Column], draft: Draft) -> tupl
     return made, [again[label.name] if column is label else column for column in columns]
 
 
-def _shape(columns: Sequence[Column], request: InitRequest, ask: Ask, own_notes: Sequence[str]) -> Shape:
-    """Return the task of the columns, and ask if several fit.
+def _shape(
+    columns: Sequence[Column], request: InitRequest, ask: Ask, own_notes: Sequence[str]
+) -> tuple[Shape, list[str]]:
+    """Return the task of the columns, and others that read more than a text; ask if several fit.
 
     Raises:
         UsageError: none fits.
@@ -166,7 +170,7 @@ def _shape(columns: Sequence[Column], request: InitRequest, ask: Ask, own_notes:
         if shape.columns is None or _may_map(request):
             found.setdefault(shape.type, shape)
     if (kind := request.given.get("task.type")) is not None:
-        return found.get(kind) or _given_type(kind, columns, list(found.values()), request)
+        return found.get(kind) or _given_type(kind, columns, list(found.values()), request), []
     if len(columns[0].values) == 1 and columns[0].kind == "objects":
         raise UsageError(
             f"`{request.source}` holds one object with the rows in it, as files of SQuAD do; write a line for each row:"
@@ -181,7 +185,10 @@ def _shape(columns: Sequence[Column], request: InitRequest, ask: Ask, own_notes:
     _require_classes(columns, next(iter(found.values())), request)
     kinds = list(found)
     shape = found[ask("task", kinds[0], kinds) if len(kinds) > 1 else kinds[0]]
-    return _with_columns(shape, columns, request, ask) if _has_one_label(shape) and len(columns) > 2 else shape
+    others = [f"task.type={kind}" for kind, one in found.items() if one is not shape and len(one.task) > 2]
+    if _has_one_label(shape) and len(columns) > 2:
+        shape = _with_columns(shape, columns, request, ask)
+    return shape, others
 
 
 def _require_classes(columns: Sequence[Column], shape: Shape, request: InitRequest) -> None:
@@ -292,8 +299,7 @@ def _put_model(draft: Draft, kind: str, ask: Ask) -> str:
         draft.put("model.tokenizer", sample.model.tokenizer)
     draft.put("training.epochs", sample.training.epochs, "pretrained: 3")
     draft.put("optimizer.learning_rate", sample.optimizer.learning_rate, f"pretrained: {start.learning_rate:g}")
-    shown = f"that of {sample.name}, small, random weights, to see that all works"
-    return f"{shown}{why and f', since {why}'}; --model {start.model} is pretrained"
+    return f"{SAMPLE}: small, random weights{why and f', since {why}'}; pretrained: --model {start.model}"
 
 
 def _asked_model(draft: Draft, start: Start, ask: Ask) -> tuple[str, str]:

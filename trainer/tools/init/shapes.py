@@ -37,7 +37,7 @@ _NAME_CHARACTERS = 40
 _LABEL_WORDS = frozenset((
     *_LABELS, "classe", "klasse", "clase", "kategorie", "categoria", "catégorie", "categoría", "etikett", "etiqueta",
     "étiquette", "sentimento", "sentimiento", "stimmung", "bewertung", "thema", "note", "grade", "polarity", "stance",
-    "emotion", "метка", "класс", "标签", "类别", "ラベル",
+    "emotion", "price", "salary", "preis", "gehalt", "prix", "precio", "prezzo", "метка", "класс", "标签", "类别", "ラベル",
 ))  # fmt: skip
 """Words of the names of labels, also in other languages."""
 _OTHER_WORDS = frozenset((
@@ -294,7 +294,8 @@ def _unread(columns: Sequence[Column], shape: Shape) -> list[Column]:
     read = {*_texts_in(shape.task), *_texts_in(shape.columns), *(column.name for column in shape.labels)}
     if read.isdisjoint(column.name for column in columns):  # those of a known form, such as Alpaca's
         return []
-    others = [column for column in columns if column.name not in read and column.kind != "empty"]
+    others = [column for column in columns if column.name not in read and len(column.distinct) != 1]
+    others = [column for column in others if column.kind != "empty"]
     others = [column for column in others if not column.words & _OTHER_WORDS and not column.numbers_rows]
     return [column for column in others if f"`{column.name}`" not in shape.why]  # where the reason tells it
 
