@@ -60,7 +60,10 @@ def init(
         say(line)
     name = shlex.quote(str(place))
     if proposal.problems:
-        say(f"wrote     {place}, which cannot train before the errors below are mended", f"next      trainer check {name}")
+        say(
+            f"wrote     {place}, which cannot train before the errors below are mended",
+            f"next      trainer check {name}",
+        )
         raise RecipeError(*proposal.problems)
     say(f"wrote     {place}", f"next      trainer run {name}")
 

@@ -128,8 +128,8 @@ _NOTATIONS = {
 _IDENTIFIER, _FEWEST_OF_IDENTIFIER = re.compile(r"(?=.*\d)[\w.:/-]+"), 4
 _ONE_GROUP = re.compile(r"[+-]?[1-9]\d{0,2}(,\d{3})?|0")
 _MISSING = frozenset((
-    "", "n/a", "n.a.", "n. a.", "na", "#n/a", "nan", "null", "none", "nil", "-", "--", "?", "missing", "unknown", "k.a.",
-    "k. a.", "keine angabe", "#nv", "n.v.", "n. v.", "n/d", "n.d.", "s/d", "nd", "nc",
+    "", "n/a", "n.a.", "n. a.", "na", "#n/a", "nan", "null", "none", "nil", "-", "--", "?", "missing", "unknown",
+    "k.a.", "k. a.", "keine angabe", "#nv", "n.v.", "n. v.", "n/d", "n.d.", "s/d", "nd", "nc",
 ))  # fmt: skip
 """Texts beside numbers that stand for no number, in small letters."""
 _MARKS = ((",", "."), (".", ","), (".", " "), (",", " "), (".", "'"))

@@ -37,7 +37,8 @@ _NAME_CHARACTERS = 40
 _LABEL_WORDS = frozenset((
     *_LABELS, "classe", "klasse", "clase", "kategorie", "categoria", "catégorie", "categoría", "etikett", "etiqueta",
     "étiquette", "sentimento", "sentimiento", "stimmung", "bewertung", "thema", "note", "grade", "polarity", "stance",
-    "emotion", "price", "salary", "preis", "gehalt", "prix", "precio", "prezzo", "метка", "класс", "标签", "类别", "ラベル",
+    "emotion", "price", "salary", "preis", "gehalt", "prix", "precio", "prezzo", "метка", "класс", "标签", "类别",
+    "ラベル",
 ))  # fmt: skip
 """Words of the names of labels, also in other languages."""
 _OTHER_WORDS = frozenset((
