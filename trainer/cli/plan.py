@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -20,6 +20,9 @@ from trainer.cli.options import (
     value,
 )
 
+if TYPE_CHECKING:
+    from trainer.tools.plan.machine_request import MachineRequest
+
 _AUTO = "autox"  # before a device: the fewest of them
 
 
@@ -35,6 +38,42 @@ def _measure(file: Path | None) -> None:
     raise typer.Exit
 
 
+def _calibrate(context: typer.Context, run: Path | None) -> None:
+    if run is None:
+        return
+    from trainer.base.collector import importing
+    from trainer.base.errors import UsageError
+    from trainer.tools.plan.rates import NO_RATES, rates_file
+
+    file = rates_file(context.params.get("rates"))
+    if file is None:
+        raise UsageError(f"`--rates` is {NO_RATES}, but `--calibrate` writes a file of rates; name it, or leave it out")
+    with importing():
+        from trainer.tools.plan.calibrating import calibrate
+
+    say(*calibrate(run, file))
+    raise typer.Exit
+
+
+def _plan_any(request: MachineRequest, everything: bool, as_json: bool) -> None:
+    from trainer.base.collector import importing
+    from trainer.recipe.reading.loading import load_recipe
+    from trainer.tools.plan.reachable import require_reachable
+    from trainer.tools.plan.shapes import known_shapes
+
+    resolved = load_recipe(request.recipe, request.overrides, needs_data=False)
+    require_reachable(resolved.recipe.model, known_shapes())
+    with importing():
+        from trainer.tools.plan.machines import as_object, find_machines
+        from trainer.tools.plan.plan_text import machines_text
+
+    result = find_machines(request, resolved)
+    if as_json:
+        print_json(as_object(result))
+    else:
+        say_text(machines_text(result, everything, request.spot))
+
+
 def plan(
     recipe: RecipeArgument,
     gpus: Annotated[
@@ -42,7 +81,8 @@ def plan(
         typer.Option(
             "--gpus",
             metavar="NxMEMORY",
-            help="GPUs of each machine, such as 8x80GiB or 8xA100-80; autoxA100-80: the fewest that fit.",
+            help="GPUs of each machine, such as 8x80GiB or 8xA100-80; autoxA100-80: the fewest that fit; any: all known"
+            " GPUs by time and price.",
             show_default=False,
             autocompletion=devices,
         ),
@@ -68,6 +108,24 @@ def plan(
             help="Measure this machine, write its speeds for --gpus, and exit.",
         ),
     ] = None,
+    rates: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            is_eager=True,
+            help="Corrected rates that --calibrate wrote; `none` leaves them out, the default is a file of the cache.",
+        ),
+    ] = None,
+    _calibrated: Annotated[
+        Path | None,
+        typer.Option(
+            "--calibrate",
+            metavar="RUN",
+            is_eager=True,
+            callback=_calibrate,
+            help="Show the plan of a run beside its measured steps, correct the rates of its device, and exit.",
+        ),
+    ] = None,
     search: Annotated[bool, flag("Plan other layouts, and show the fastest ones.", "--search")] = False,
     also: Annotated[Literal["precision"] | None, typer.Option(help="Let the search change fp32 to bf16, too.")] = None,
     largest: Annotated[
@@ -80,6 +138,13 @@ def plan(
     plans: Annotated[int, count("Plans of a search.")] = 60,
     write: Annotated[Path | None, value("Write a recipe that extends this one with the layout found.", "FILE")] = None,
     most_changes: Annotated[int, count("Changes to show if the recipe does not fit.", "--changes", least=0)] = 3,
+    within: Annotated[str | None, value("With --gpus any: the longest time of the training.", "6h")] = None,
+    at_most: Annotated[str | None, value("With --gpus any: the highest price of the training.", "50USD")] = None,
+    prices: Annotated[Path | None, value("With --gpus any: prices of a GPU for an hour.", "FILE")] = None,
+    spot: Annotated[
+        str | None, value("With --gpus any: the time between interruptions of a machine, for spot prices.", "8h")
+    ] = None,
+    everything: Annotated[bool, flag("With --gpus any: show all that fit.", "--all")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show whether a recipe fits the memory of given GPUs, and the communication and time of a step.
@@ -90,11 +155,18 @@ def plan(
     from trainer.base.collector import importing
     from trainer.recipe.reading.loading import load_recipe
     from trainer.tools.plan.hardware import parse_devices
+    from trainer.tools.plan.machine_request import ANY, MachineLimits, MachineRequest
+    from trainer.tools.plan.rates import corrected
     from trainer.tools.plan.reachable import require_reachable
     from trainer.tools.plan.request import PlanRequest
     from trainer.tools.plan.shapes import known_shapes
 
-    devices = parse_devices(gpus.removeprefix(_AUTO), link, network, host_memory)
+    limits = MachineLimits(within, at_most, prices, spot, everything, rates)
+    if gpus.strip().lower() == ANY:
+        _plan_any(MachineRequest.of(recipe, tuple(overrides or ()), length, rows, limits), limits.everything, as_json)
+        return
+    limits.require_any(gpus)
+    devices = corrected(parse_devices(gpus.removeprefix(_AUTO), link, network, host_memory), rates)
     request = PlanRequest(
         recipe, tuple(overrides or ()), devices, gpus.startswith(_AUTO), nodes, length, rows, price, timeline,
         search=search, any_precision=also is not None, largest=largest, most_plans=plans, write=write,

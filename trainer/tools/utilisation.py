@@ -14,6 +14,9 @@ LEAST_SHARE = 0.6
 FIRST_STEP = 20
 """The step of a start from which its times count: earlier ones compile kernels and fill caches."""
 
+PLANNED_FILE = "planned.json"
+"""The file of a run's folder with the planned step, which `trainer report` shows beside the measured one."""
+
 _LATE_HOST = 0.9  # the share of a step that the host takes if the device waits for it
 _LEAST_CAUSE = 0.1  # the share of a step that a cause takes at least
 _WORKERS = 2  # without any, or twice those that there are

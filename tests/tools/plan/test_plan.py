@@ -273,7 +273,7 @@ def test_a_configuration_that_cannot_be_reached_is_refused_at_once(
     monkeypatch.setattr(reachable, "getproxies", dict)
     monkeypatch.setattr(reachable.socket, "create_connection", wait)
     begun = time.monotonic()
-    assert main(["plan", "bert_base_mrpc", "--gpus", "1xT4"]) == 2
+    assert main(["plan", "bert_base_mrpc", "model.name_or_path=owner/unknown", "--gpus", "1xT4"]) == 2
     assert time.monotonic() - begun < 2.5
     assert "describe the model in `model.config`" in capsys.readouterr().err
 

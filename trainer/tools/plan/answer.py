@@ -10,7 +10,14 @@ from trainer.base.errors import UsageError
 from trainer.recipe.reading.loading import ResolvedRecipe
 from trainer.tools.plan.hardware import Devices
 from trainer.tools.plan.plan_text import plan_text, search_text
-from trainer.tools.plan.recipe_plan import RecipePlan, as_object, changes_that_fit, checked_plan, cost_of
+from trainer.tools.plan.recipe_plan import (
+    RecipePlan,
+    as_object,
+    changes_that_fit,
+    checked_plan,
+    cost_of,
+    larger_microbatch,
+)
 from trainer.tools.plan.request import PlanRequest
 from trainer.tools.plan.searching import LayoutSearch, fewest_devices, write_extending
 
@@ -59,12 +66,16 @@ def answer(request: PlanRequest, resolved: ResolvedRecipe) -> Answer:
     else:
         made = checked_plan(resolved, devices, nodes, length)
     _write(request, found)
-    changes = None
+    changes = larger = None
+    if made.fits and request.most_changes and not found:
+        larger = larger_microbatch(request.recipe, words, made, nodes)
     if not made.fits and request.most_changes:
         changes = changes_that_fit(request.recipe, words, made, nodes, request.most_changes)
     cost = cost_of(made, request.rows, request.price)
     values = {**as_object(made, changes or []), "overrides": found, "training": cost and asdict(cost)}
-    return Answer(plan_text(made, changes, cost, found, _name(nodes, devices)), values, made)
+    if larger is not None:
+        values["spare"] = {"overrides": larger.overrides, "needed_bytes": larger.made.needed}
+    return Answer(plan_text(made, changes, cost, found, _name(nodes, devices), larger), values, made)
 
 
 def _name(nodes: int, devices: Devices) -> str:

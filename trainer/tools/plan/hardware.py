@@ -212,6 +212,8 @@ class Devices:
     machine: Machine | None = None
     host_bytes: int | None = None
     is_shared: bool = False
+    factor: float = 1.0  # on planned times, by a run (`rates.py`)
+    rates_note: str | None = None
 
     @property
     def is_cpu(self) -> bool:

@@ -17,6 +17,7 @@ from trainer.models.configuration import load_config
 from trainer.models.sequence_axis import axis_notes
 from trainer.recipe.plan import RunPlan
 from trainer.tools.plan.ledger import COMPONENTS
+from trainer.tools.plan.machines import MachineResult, reasons_of
 from trainer.tools.plan.recipe_plan import (
     HOST_RESERVED,
     RESERVED,
@@ -34,21 +35,29 @@ from trainer.tools.report.timeline import ACTION_COLOURS, ACTION_NAMES, as_text
 from trainer.tools.writing import write_over
 
 _MOST_FILES = 8  # on a line
+_MOST_LINES = 15
 
 
 def plan_text(
-    made: RecipePlan, changes: Sequence[Choice] | None, cost: TrainingCost | None, found: Sequence[str], name: str
-) -> str:
-    """Return a plan: layout, memory of each stage's ranks, communication, arithmetic and verdict.
+    made: RecipePlan, changes: Sequence[Choice] | None, cost: TrainingCost | None, found: Sequence[str], name: str,
+    larger: Choice | None = None,
+) -> str:  # fmt: skip
+    """Return a plan: verdict, layout, memory of each stage's ranks, communication, arithmetic and time.
 
-    `changes` make it fit; None if none was tried. `found` are the overrides of a search on the devices `name`.
+    `changes` make it fit; None if none was tried. `found` are the overrides of a search on the devices `name`. `larger`
+    uses spare memory.
     """
     plan, attention = made.plan, None
     if plan.layout.cp > 1:
         (attention,) = axis_notes(load_config(shaped(plan).recipe.model, {}), plan.layout)
     changes = None if made.fits else changes
-    values = {"notes": _notes(plan), "attention": attention, "faster": _faster_types(made), "changes": changes}
-    return text_of("plan", made=made, cost=cost, found=found, name=name, **values)
+    values = {
+        "notes": [*_notes(plan), *filter(None, (made.devices.rates_note,))],
+        "attention": attention,
+        "faster": _faster_types(made),
+        "changes": changes,
+    }
+    return text_of("plan", made=made, cost=cost, found=found, name=name, larger=larger, **values)
 
 
 def _notes(plan: RunPlan) -> list[str]:
@@ -77,6 +86,15 @@ def search_text(result: SearchResult, name: str) -> str:
     return text_of("search", result=result, name=name, reasons=reasons)
 
 
+def machines_text(result: MachineResult, everything: bool, spot: float | None) -> str:
+    """Return the table of machines: at most 15 lines, or all choices."""
+    reasons = reasons_of(result, 10 if everything else 1)
+    # Beside the choices, there are the best one, a header, at most one line for each of these, and three at the end.
+    others = 6 + len(reasons) + len(result.notes) + (spot is not None)
+    shown = result.choices if everything else result.choices[: max(1, min(result.num_best, _MOST_LINES - others))]
+    return text_of("machines", result=result, shown=shown, reasons=reasons, spot=spot)
+
+
 def text_of(template: str, **values: Any) -> str:
     """Return a text by its template."""
     return _environment().get_template(f"{template}.jinja").render(values).rstrip("\n")
@@ -86,7 +104,8 @@ def text_of(template: str, **values: Any) -> str:
 def _environment() -> jinja2.Environment:
     environment = templates(Path(__file__).parent / "texts")
     environment.filters |= {
-        "as": format, "size": size, "duration": duration, "listed": listed, "with_sizes": _with_sizes
+        "as": format, "size": size, "duration": duration, "hours": _hours, "listed": listed,
+        "money": _money, "with_sizes": _with_sizes
     }  # fmt: skip
     environment.globals |= {
         "ACTION_COLOURS": ACTION_COLOURS, "ACTION_NAMES": ACTION_NAMES, "COMPONENTS": COMPONENTS,
@@ -94,6 +113,15 @@ def _environment() -> jinja2.Environment:
         "spare": spare, "traffic_by_axis": traffic_by_axis, "traffic_by_module": traffic_by_module,
     }  # fmt: skip
     return environment
+
+
+def _hours(hours: float) -> str:
+    return duration(3600 * hours)
+
+
+def _money(price: float) -> str:
+    """Return a price with two digits behind the point, or two digits that are not zero."""
+    return f"{price:,.2f}" if price >= 0.1 else f"{price:.2g}"
 
 
 def _with_sizes(files: Mapping[str, int]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -106,7 +106,9 @@ class RecipePlan:
     def time(self) -> StepTime | None:
         """The time of a step; None if the devices have a memory but no speed."""
         machine = self.devices.machine
-        return None if machine is None else step_time(self.plan, self.steps, machine, self.length)
+        if machine is None:
+            return None
+        return step_time(self.plan, self.steps, machine, self.length).times(self.devices.factor)
 
     @property
     def fits(self) -> bool:
@@ -146,17 +148,28 @@ def plan_recipe(resolved: ResolvedRecipe, devices: Devices, nodes: int = 1, leng
     """
     plan = plan_run(resolved.recipe, devices.number * nodes, devices.number)
     tokens = length or tokens_of(resolved.recipe)
-    machine, precision = devices.machine, resolved.recipe.precision
-    cuda = not devices.is_cpu
-    fused = machine is None or machine.runs_kernels
-    if machine is not None and cuda and precision not in machine.figures["teraflops"]:
-        others = " or ".join(sorted({"bf16", "fp16", "fp32"}.intersection(machine.figures["teraflops"])))
-        raise UsageError(f"`precision` is {precision}, which {machine.name} does not compute in; use {others}")
-    steps = plan_steps(shaped(plan), tokens, cuda, fused)
-    in_fp8 = any(kind.dtype == torch.float8_e4m3fn for step in steps for kind in step.totals.work)
-    if in_fp8 and machine is not None and cuda and "fp8" not in machine.figures["teraflops"]:
-        raise UsageError(f"the recipe asks for products in fp8, which {machine.name} does not compute; use another GPU")
+    fused = devices.machine is None or devices.machine.runs_kernels
+    if (reason := refusal(devices, plan)) is not None:
+        raise UsageError(reason)
+    steps = plan_steps(shaped(plan), tokens, not devices.is_cpu, fused)
+    if (reason := refusal(devices, plan, steps)) is not None:
+        raise UsageError(reason)
     return RecipePlan(plan, devices, tokens, steps)
+
+
+def refusal(devices: Devices, plan: RunPlan, steps: Iterable[StepPlan] = ()) -> str | None:
+    """Return the reason why devices cannot compute the steps of a plan; None if they can."""
+    machine, recipe = devices.machine, plan.recipe
+    if machine is None or devices.is_cpu:
+        return None
+    known = machine.figures["teraflops"]
+    if recipe.precision not in known:
+        others = " or ".join(sorted({"bf16", "fp16", "fp32"}.intersection(known)))
+        return f"`precision` is {recipe.precision}, which {machine.name} does not compute in; use {others}"
+    in_fp8 = any(kind.dtype == torch.float8_e4m3fn for step in steps for kind in step.totals.work)
+    if in_fp8 and "fp8" not in known:
+        return f"the recipe asks for products in fp8, which {machine.name} does not compute; use another GPU"
+    return None
 
 
 def checked_plan(resolved: ResolvedRecipe, devices: Devices, nodes: int = 1, length: int | None = None) -> RecipePlan:
@@ -194,6 +207,28 @@ def changes_that_fit(
         if len(found) == most:
             break
     return found
+
+
+def larger_microbatch(recipe: str, overrides: tuple[str, ...], made: RecipePlan, nodes: int) -> Choice | None:
+    """Return a layout with a larger microbatch that fits the spare memory, by one more plan; None without any."""
+    batch, key = made.plan.batch, "training.micro_batch_size"
+    given = any(word.partition("=")[0] == key for word in overrides)
+    if given or made.plan.layout.pp > 1 or batch.num_microbatches < 2 or batch.micro_batch_tokens is not None:
+        return None
+    step = made.heaviest
+    of_rows = max(1, step.peak.num_bytes - sum(step.resident.values()))  # they grow with the rows of a microbatch
+    most = batch.micro_batch_size * (1 + (made.devices.memory_bytes - made.needed) / of_rows)
+    rows = batch.rank_batch_size
+    size = max(size for size in (rows, *halves(rows)) if size <= max(1, most))
+    if size <= batch.micro_batch_size:
+        return None
+    change = (f"{key}={size}",)
+    try:
+        changed = load_recipe(recipe, [*overrides, *change], needs_data=False)
+        other = plan_recipe(changed, made.devices, nodes, made.length)
+    except TrainerError:
+        return None
+    return Choice(change, other) if other.fits else None
 
 
 def candidates(plan: RunPlan) -> Iterator[tuple[str, ...]]:
@@ -302,7 +337,7 @@ def as_object(made: RecipePlan, changes: Sequence[Choice]) -> Mapping[str, Any]:
     """Return the plan as JSON values; sizes are bytes."""
     return {
         "layout": str(made.plan.layout),
-        "notes": shape_notes(made.plan.recipe),
+        "notes": [*shape_notes(made.plan.recipe), *filter(None, (made.devices.rates_note,))],
         "length": made.length,
         "fits": made.fits,
         "needed_bytes": made.needed,

@@ -60,6 +60,16 @@ class StepTime:
     hfu: float  # all floating-point operations of products, as a share of the devices' peak
     timeline: Timeline | None  # the likely timeline of one pass through the pipeline; None without one
 
+    def times(self, factor: float) -> StepTime:
+        """Return a step that takes so many times as long; the timeline stays."""
+        if factor == 1:
+            return self
+        return StepTime(
+            factor * self.least, factor * self.likely, factor * self.most,
+            {part: factor * seconds for part, seconds in self.parts.items()}, self.samples_per_second / factor,
+            self.tokens_per_second / factor, self.mfu / factor, self.hfu / factor, self.timeline,
+        )  # fmt: skip
+
 
 COMPUTE, COMMUNICATION, COPIES, BUBBLE, OPTIMIZER, HOST = (
     "compute", "exposed communication", "copies of offload", "pipeline bubble", "optimizer", "host",

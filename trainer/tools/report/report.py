@@ -29,6 +29,7 @@ from trainer.tools.report.preview_blocks import preview_blocks
 from trainer.tools.report.runs import MOST_STEPS, Run, best_of, best_text, read_runs, seconds_of
 from trainer.tools.report.time_parts import MEANINGS, time_parts
 from trainer.tools.report.timeline import RUN_BACKWARD, order_of, simulate
+from trainer.tools.utilisation import PLANNED_FILE
 from trainer.tools.writing import write_over
 
 
@@ -55,6 +56,7 @@ def page_of(runs: Sequence[Run]) -> str:
     sections += [section for section in found if section.blocks]
     previews = [(run, one) for run in runs if (one := run.info.get("preview"))]
     sections += [Section(f"First step of {run.name}", list(preview_blocks(one))) for run, one in previews]
+    sections += [Section(f"Plan and measurement of {run.name}", [one]) for run in runs if (one := _planned(run))]
     sections += [_facts(run, run.name if len(runs) > 1 else "Facts") for run in runs if run.info]
     return render(" and ".join(run.name for run in runs) if len(runs) < 4 else f"{len(runs)} runs", sections)
 
@@ -169,6 +171,20 @@ def _pictures(run: Run, is_named: bool) -> Iterator[Table | go.Figure]:
     if last is not None and (texts := picture.get("texts")):
         rows = [[str(number), *map(str, row.values())] for number, row in enumerate(texts, start=1)]
         yield Table(("row", *texts[0]), rows, f"Texts{of_run} at step {last.step}")
+
+
+def _planned(run: Run) -> Table | None:
+    """Return the planned step of a run beside the measured one, if `trainer plan --calibrate` planned it."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        made = json.loads((run.folder / PLANNED_FILE).read_text(encoding="utf-8"))
+        seconds = [float(made[f"{kind}_seconds"]) for kind in ("planned", "measured")]
+        memory = [float(made[f"{kind}_bytes"]) for kind in ("planned", "measured")]
+        rows = [
+            ("time of a step", *(f"{1000 * one:,.1f} ms" for one in seconds), f"{seconds[1] / seconds[0]:.2f}"),
+            ("peak memory", *map(format_bytes, memory), f"{memory[1] / memory[0]:.2f}"),
+        ]
+        return Table(("", "planned", "measured", "ratio"), rows, f"Plan of {made['ranks']}x{made['device']}")
+    return None
 
 
 def _costs(runs: Sequence[Run]) -> Section:
