@@ -155,7 +155,7 @@ def plan(
     from trainer.base.collector import importing
     from trainer.recipe.reading.loading import load_recipe
     from trainer.tools.plan.hardware import parse_devices
-    from trainer.tools.plan.machine_request import ANY, MachineLimits, MachineRequest
+    from trainer.tools.plan.machine_request import ANY, MachineLimits, MachineRequest, require_unused
     from trainer.tools.plan.rates import corrected
     from trainer.tools.plan.reachable import require_reachable
     from trainer.tools.plan.request import PlanRequest
@@ -163,6 +163,11 @@ def plan(
 
     limits = MachineLimits(within, at_most, prices, spot, everything, rates)
     if gpus.strip().lower() == ANY:
+        require_unused({
+            "--nodes": nodes > 1, "--link": link, "--network": network, "--host-memory": host_memory,
+            "--price-per-gpu-hour": price is not None, "--timeline": timeline, "--search": search, "--also": also,
+            "--largest": largest, "--write": write,
+        })  # fmt: skip
         _plan_any(MachineRequest.of(recipe, tuple(overrides or ()), length, rows, limits), limits.everything, as_json)
         return
     limits.require_any(gpus)

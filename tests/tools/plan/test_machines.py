@@ -12,7 +12,7 @@ import pytest
 from trainer.base.errors import TrainerError, UsageError
 from trainer.cli import main
 from trainer.tools.plan import machines
-from trainer.tools.plan.machine_request import MachineLimits
+from trainer.tools.plan.machine_request import MachineLimits, require_unused
 from trainer.tools.plan.machines import best_interval, lost_share
 from trainer.tools.plan.prices import Prices, budget, hours_of
 
@@ -137,6 +137,8 @@ def test_amounts_and_times():
     for text in ("6", "0h", "-1h", "soon"):
         with pytest.raises(UsageError, match="`--spot` is"):
             hours_of("--spot", text)
+    with pytest.raises(UsageError, match="`--nodes` is for given devices"):
+        require_unused({"--link": None, "--nodes": True})
     with pytest.raises(UsageError, match="use --gpus any"):
         MachineLimits(within="6h").require_any("8xH100")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +53,12 @@ class MachineRequest:
         if self.at_most is not None and self.within is None:
             return False, hours, known
         return price is None, known, hours
+
+
+def require_unused(options: Mapping[str, object]) -> None:
+    """Refuse options of given devices, by their names."""
+    if given := [name for name, value in options.items() if value]:
+        raise UsageError(f"`{given[0]}` is for given devices, but `--gpus` is {ANY}; leave it out, or name devices")
 
 
 @dataclass(frozen=True)

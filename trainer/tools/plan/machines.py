@@ -29,6 +29,7 @@ _SIZES = ((1, 1), (2, 1), (4, 1), (8, 1), (8, 2), (8, 4))  # devices of a machin
 _REFERENCES = {True: "H100", False: "V100-32"}  # with the project's kernels, and without them
 _RECOMPUTED = "activation_checkpointing=full"
 _MICRO = "training.micro_batch_size"
+_NONE_FITS = "no layout that was tried fits"
 _UNKNOWN_STEPS = 1000
 _RESTART_HOURS = 1 / 12
 """An assumption: five minutes until an interrupted run trains again."""
@@ -106,14 +107,14 @@ class MachineSearch:
         self._request, self._resolved = request, resolved
         self._own = resolved.recipe.model_dump(mode="json")
         self._given = {word.partition("=")[0] for word in request.overrides}
-        self._known: dict[tuple[Any, ...], _Fitting | str] = {}
+        self._known: dict[tuple[Any, ...], _Fitting | TrainerError] = {}
         self._length = request.length or tokens_of(resolved.recipe)
         self.num_plans = 0
 
     def choices(self, devices: Sequence[Devices], nodes: int) -> Iterator[tuple[Devices, _Fitting | str]]:
         """Yield each device with its fastest layout that fits, or the reason why none does."""
         for device in devices:
-            reason, found = "no layout that was tried fits", None
+            reason, found = _NONE_FITS, None
             for words in self._layouts(device.number, nodes):
                 fitting = self._largest(words, device, nodes)
                 if isinstance(fitting, str):
@@ -151,39 +152,27 @@ class MachineSearch:
         if (reason := refusal(device, plan)) is not None:
             return reason.replace(device.name, "this GPU")
         sizes = self._sizes(plan)
-        problem = "no layout that was tried fits"
-        first, last = 0, len(sizes) - 1
         tried: dict[int, _Fitting] = {}
-        while first <= last:
-            # The largest first, then the smallest; between them, memory grows with rows about linearly.
-            index = 0 if not tried else last if len(tried) == 1 else self._guess(tried, sizes, first, last, device)
-            found = self._planned((*words, *sizes[index][1]), device, nodes)
-            if isinstance(found, str):
-                return found
-            if (reason := refusal(device, found.made.plan, found.made.steps)) is not None:
-                return reason.replace(device.name, "this GPU")
-            tried[index] = found
-            if replace(found.made, devices=device).fits:
-                if index == first:
-                    return found
-                last = index
-                if last - first == 1 and first in tried:
-                    return found
-            else:
-                first = index + 1
-            if len(tried) > 1 and first in tried and replace(tried[first].made, devices=device).fits:
-                return tried[first]
-        return problem
 
-    def _guess(
-        self, tried: Mapping[int, _Fitting], sizes: Sequence[tuple[int, tuple[str, ...]]], first: int, last: int,
-        device: Devices,
-    ) -> int:  # fmt: skip
-        rows = sorted((sizes[index][0], one.made.needed) for index, one in tried.items())
-        (low, less), (high, more) = rows[0], rows[-1]
-        slope = (more - less) / max(1, high - low)
-        fitting = [i for i in range(first, last) if less + slope * (sizes[i][0] - low) <= device.memory_bytes]
-        return fitting[0] if fitting else last
+        def fits(index: int) -> bool:
+            found = self._planned((*words, *sizes[index][1]), device, nodes)
+            tried[index] = found
+            return replace(found.made, devices=device).fits
+
+        try:
+            if fits(0):
+                return tried[0]
+            first, last = 1, len(sizes) - 1
+            if not last or not fits(last):
+                return _NONE_FITS
+            # Memory grows with rows about linearly, so that two plans give a guess that another plan verifies.
+            while (index := _guess(tried, [rows for rows, _ in sizes], first, last, device)) < last:
+                if fits(index):
+                    return tried[index]
+                first = index + 1
+        except TrainerError as error:
+            return str(error).splitlines()[0].replace(device.name, "this GPU")
+        return tried[last]
 
     def _sizes(self, plan: RunPlan) -> list[tuple[int, tuple[str, ...]]]:
         """Return the rows of microbatches to try, from all of a rank on, with their overrides."""
@@ -195,7 +184,12 @@ class MachineSearch:
     def _load(self, words: Sequence[str]) -> ResolvedRecipe:
         return load_recipe(self._request.recipe, [*self._request.overrides, *words], needs_data=False)
 
-    def _planned(self, words: tuple[str, ...], device: Devices, nodes: int) -> _Fitting | str:
+    def _planned(self, words: tuple[str, ...], device: Devices, nodes: int) -> _Fitting:
+        """Return the step on a reference device, which is simulated once for all devices.
+
+        Raises:
+            TrainerError: the recipe cannot be laid out like this, or the device cannot compute it.
+        """
         fused = device.machine is not None and device.machine.runs_kernels
         key = (words, device.number, nodes, fused)
         if key not in self._known:
@@ -204,8 +198,22 @@ class MachineSearch:
             try:
                 self._known[key] = _Fitting(words, plan_recipe(self._load(words), reference, nodes, self._length))
             except TrainerError as error:
-                self._known[key] = str(error).splitlines()[0]
-        return self._known[key]
+                self._known[key] = error
+        found = self._known[key]
+        if isinstance(found, TrainerError):
+            raise found
+        if (reason := refusal(device, found.made.plan, found.made.steps)) is not None:
+            raise UsageError(reason)
+        return found
+
+
+def _guess(tried: Mapping[int, _Fitting], sizes: Sequence[int], first: int, last: int, device: Devices) -> int:
+    """Return the place of the largest size that fits by a line through two plans; `last`, which fits, without one."""
+    rows = sorted((sizes[index], one.made.needed) for index, one in tried.items())
+    (low, less), (high, more) = rows[0], rows[1]
+    slope = (more - less) / (high - low)
+    fitting = (index for index in range(first, last) if less + slope * (sizes[index] - low) <= device.memory_bytes)
+    return next(fitting, last)
 
 
 def _time_of(fitting: _Fitting, device: Devices) -> float:
