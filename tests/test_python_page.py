@@ -51,7 +51,16 @@ def script(folder: Path, name: str) -> str:
 
 
 def test_every_block_is_run_here():
-    names = ["train.py", "fits.py", "errors.py", "two_ranks.py", "watch.py", "train_watched.py", "own_loop.py"]
+    names = [
+        "train.py",
+        "fits.py",
+        "journey.py",
+        "errors.py",
+        "two_ranks.py",
+        "watch.py",
+        "train_watched.py",
+        "own_loop.py",
+    ]
     names += ["smooth.py", "train_smooth.py"]
     assert list(SCRIPTS) == names
     assert PAGE.count("```python") == len(SCRIPTS)
@@ -77,6 +86,22 @@ def test_errors(scripts: Path, capsys: pytest.CaptureFixture[str]):
     first, second = capsys.readouterr().out.splitlines()
     assert "did you mean `training.epochs`" in first + second
     assert "`precision` must be one of" in first + second
+
+
+@pytest.mark.slow
+def test_the_journey(scripts: Path, capsys: pytest.CaptureFixture[str]):
+    assert len(SCRIPTS["journey.py"].splitlines()) <= 25
+    runpy.run_path("journey.py")
+    shown = capsys.readouterr().out
+    assert shown.startswith("[] True\n")
+    found = re.search(r"^\['optimizer.learning_rate=1e-[34]'\] \[None, \{'loss': (\S+), ", shown, re.MULTILINE)
+    assert found is not None, shown
+    assert float(found[1]) < 1e-5
+    metric, row, exported = shown.splitlines()[-3:]
+    assert 0 < float(metric) < 1
+    assert re.fullmatch(r"\w+ \{'\w+': 0\.\d+, '\w+': 0\.\d+\}", row)
+    assert Path(exported) == scripts / "exported"
+    assert (scripts / "exported" / "model.safetensors").exists()
 
 
 @pytest.mark.slow
