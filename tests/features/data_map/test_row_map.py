@@ -176,11 +176,34 @@ def test_a_map_that_does_not_fit_is_refused_with_its_row(in_folder, columns, whe
         mapped(columns, where)
 
 
+def test_a_column_decides_on_parts_without_being_written(in_folder):
+    template = "Read[{?body} {title} and the text][{!body} {title}].[ {language}]"
+    rows = mapped({"text": template}).train.rows
+    assert rows["text"][:] == [
+        "Read one and the text. en",
+        "Read zwei. de",
+        "Read three. en",
+        "Read four and the text.",
+    ]
+
+
+def test_items_of_lists_are_written(in_folder):
+    rows = [{"turns": [{"text": "a"}, {"text": f"b{row}"}], "tags": ["x", "y"]} for row in range(2)]
+    found = mapped({"text": "{tags[0]}: {turns[1].text}"}, rows=rows).train.rows
+    assert found["text"][:] == ["x: b0", "x: b1"]
+    for item in ("turns[2].text", "turns[1].size", "tags[0].text"):
+        name, _, place = item.partition("[")
+        with pytest.raises(DataError, match=re.escape(f"column `{name}` has no [{place}")):
+            mapped({"text": f"{{{item}}}"}, rows=rows)
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ('data.map.columns={"text": "{a"}', "`data.map.columns.text` has a single `{`"),
         ('data.map.columns={"text": "{}"}', "has `{}` without a column"),
+        ('data.map.columns={"text": "[{?}]"}', "has `{?}` without a column"),
+        ('data.map.columns={"text": "{?a}"}', "has `{?a}` outside of an optional part"),
         ('data.map.columns={"text": "{a}[b"}', "has a `[` without `]`"),
         ('data.map.columns={"text": "{a}[b]"}', "has an optional part without a column"),
         ('data.map.columns={"text": "[{a}[{b}]]"}', "has an optional part within another one"),

@@ -255,10 +255,12 @@ def test_single_files_of_a_repository_are_left_to_the_user(write: Write, keys: d
     assert "single files of a hub repository, a.jsonl; download them" in conversion.todo["data.train"]
 
 
-def test_the_prompt_of_alpaca_is_left_to_the_user(write: Write):
-    conversion = of(write, AXOLOTL | {"datasets": [{"path": "tatsu-lab/alpaca", "type": "alpaca"}]})
-    assert "Alpaca prompt" in conversion.todo["data.map"]
-    assert conversion.recipe["data"]["name"] == "tatsu-lab/alpaca"
+def test_setfits_embeddings_that_learn_with_the_head_are_refused(write: Write):
+    keys = {"output_dir": "x", "body_learning_rate": 1e-5}
+    with pytest.raises(RecipeError, match="the embeddings do not learn with the head"):
+        of(write, keys | {"end_to_end": True})
+    lines = of(write, keys | {"end_to_end": False, "head_learning_rate": 0.01}).lines
+    assert any("LogisticRegression().fit(SentenceTransformer" in line.text for line in lines)
 
 
 # Odd files

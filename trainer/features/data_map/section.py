@@ -87,7 +87,8 @@ class DataMap(Section):
     columns: Annotated[dict[NameKey, Mapped], Field(min_length=1)] | None = None
     """New columns; others are left out. A value is a column of the source, a template such as
     "{instruction}[\\n{input}]", a list of messages and earlier turns, or an object. A part of a template in brackets is
-    left out if a column in it is null or blank; [[ and {{ are characters. null: the columns of the source."""
+    left out if a column in it is null or blank; {?column} in it keeps it with a text there, {!column} without one.
+    {turns[1].text}: key of an item of a list. [[ and {{ are characters. null: the columns of the source."""
     where: list[Name] = Field([])
     """Conditions on rows, such as ["language == en", "score >= 0.5"]. Operators: ==, !=, <, <=, >, >=, in and not in.
     A column in double quotes may have blanks around it. `trainer predict` and `trainer mine` read all rows."""

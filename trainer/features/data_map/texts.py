@@ -13,6 +13,7 @@ from typing import Any
 from trainer.base.text import number_in
 
 _TOKEN = re.compile(r"\{\{|\}\}|\[\[|\]\]|\{(?P<column>[^{}]*)\}|[\[\]{}]|[^\[\]{}]+")
+_ITEM = re.compile(r"(?P<column>.+)\[(?P<index>\d+)\](\.(?P<key>\w+))?")
 _COMPARISON = re.compile(
     r'\s*(?P<column>"(?:[^"\\]|\\.)*"|\S.*?)\s*(?P<operator>==|!=|<=|>=|<|>|\bnot in\b|\bin\b)\s*(?P<value>\S.*?)\s*'
 )
@@ -69,14 +70,60 @@ class Marks:
 
 
 @dataclass(frozen=True)
+class _Read:
+    """A column in braces: its value, an item of its list, or a test whether it has a text.
+
+    Attributes:
+        test: whether the part is kept with a text (True) or without (False); None: the value is written.
+        index: the item of a list; None: the value is no list.
+        key: the key in an item that is an object.
+    """
+
+    column: str
+    test: bool | None = None
+    index: int | None = None
+    key: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> _Read:
+        if text[0] in "?!":
+            return cls(text[1:], test=text[0] == "?")
+        item = _ITEM.fullmatch(text)
+        return cls(text) if item is None else cls(item["column"], None, int(item["index"]), item["key"])
+
+    def value(self, row: Mapping[str, Any]) -> Any:
+        """Return the value in a row.
+
+        Raises:
+            ValueError: it is not there.
+        """
+        value = row[self.column]
+        if self.index is None or value is None:
+            return value
+        try:
+            value = value[self.index]
+            return value if self.key is None else value[self.key]
+        except (IndexError, KeyError, TypeError):
+            item = f"[{self.index}]" + (f".{self.key}" if self.key else "")
+            raise ValueError(f"column `{self.column}` has no {item}") from None
+
+    def has_text(self, row: Mapping[str, Any]) -> bool:
+        value = self.value(row)
+        return value is not None and bool(str(value).strip())
+
+
+@dataclass(frozen=True)
 class Template:
     """A text with columns in braces; a part in brackets is left out if one of its columns is null or blank.
+
+    `{?column}` and `{!column}` write nothing. A part with them is kept if these columns have a text, or have none; its
+    other columns do not count then. `{column[1].key}` is the key of the second item of a list.
 
     Attributes:
         parts: whether each part is optional, and its pieces: texts, or columns.
     """
 
-    parts: tuple[tuple[bool, tuple[tuple[bool, str], ...]], ...]
+    parts: tuple[tuple[bool, tuple[str | _Read, ...]], ...]
 
     @classmethod
     def parse(cls, text: str) -> Template:
@@ -85,19 +132,24 @@ class Template:
         Raises:
             ValueError: a brace or bracket has no partner, or an optional part has no column or is within another one.
         """
-        parts: list[tuple[bool, tuple[tuple[bool, str], ...]]] = []
-        pieces: list[tuple[bool, str]] = []
+        parts: list[tuple[bool, tuple[str | _Read, ...]]] = []
+        pieces: list[str | _Read] = []
         is_optional = False
         for match in _TOKEN.finditer(text):
             token, column = match[0], match["column"]
             if column is not None:
-                if not column:
-                    raise ValueError("has `{}` without a column; write `{column}`, or `{{}}` for the characters")
-                pieces.append((True, column))
+                if not column.strip("?!"):
+                    raise ValueError(
+                        f"has `{token}` without a column; write `{{column}}`, or `{{{token}}}` for the characters"
+                    )
+                read = _Read.parse(column)
+                pieces.append(read)
+                if read.test is not None and not is_optional:
+                    raise ValueError(f"has `{token}` outside of an optional part; write `[{token}...]`")
             elif token in "{}":
                 raise ValueError(f"has a single `{token}`; write `{token * 2}` for the character")
             elif token == ("]" if is_optional else "["):
-                if is_optional and not any(is_column for is_column, _ in pieces):
+                if is_optional and not any(isinstance(piece, _Read) for piece in pieces):
                     raise ValueError("has an optional part without a column; write `[[` and `]]` for brackets")
                 parts.append((is_optional, tuple(pieces)))
                 pieces, is_optional = [], not is_optional
@@ -105,7 +157,7 @@ class Template:
                 fault = "an optional part within another one" if is_optional else "a single `]`"
                 raise ValueError(f"has {fault}; write `[[` and `]]` for brackets")
             else:
-                pieces.append((False, token[0] if token in ("{{", "}}", "[[", "]]") else token))
+                pieces.append(token[0] if token in ("{{", "}}", "[[", "]]") else token)
         if is_optional:
             raise ValueError("has a `[` without `]`; write `[[` for a bracket")
         return cls((*parts, (False, tuple(pieces))))
@@ -113,7 +165,8 @@ class Template:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns, each once."""
-        return tuple(dict.fromkeys(text for _, pieces in self.parts for is_column, text in pieces if is_column))
+        reads = (piece for _, pieces in self.parts for piece in pieces if isinstance(piece, _Read))
+        return tuple(dict.fromkeys(read.column for read in reads))
 
     def fill(self, row: Mapping[str, Any]) -> str:
         """Return the text for a row.
@@ -125,18 +178,24 @@ class Template:
 
     def _filled(self, row: Mapping[str, Any]) -> Iterator[str]:
         for is_optional, pieces in self.parts:
-            values = [row[text] for is_column, text in pieces if is_column]
-            if is_optional and any(value is None or not str(value).strip() for value in values):
+            reads = [piece for piece in pieces if isinstance(piece, _Read)]
+            tests = [read for read in reads if read.test is not None]
+            if is_optional and any(read.has_text(row) == (read.test is False) for read in tests or reads):
                 continue
-            for is_column, text in pieces:
-                if not is_column:
-                    yield text
-                    continue
-                try:
-                    yield text_of(row[text])
-                except ValueError as error:
-                    optional = "; put it into an optional part `[...]`" if row[text] is None else ""
-                    raise ValueError(f"column `{text}` {error}{optional}") from None
+            for piece in pieces:
+                if isinstance(piece, str):
+                    yield piece
+                elif piece.test is None:
+                    yield _written(piece, row)
+
+
+def _written(read: _Read, row: Mapping[str, Any]) -> str:
+    value = read.value(row)
+    try:
+        return text_of(value)
+    except ValueError as error:
+        optional = "; put it into an optional part `[...]`" if value is None else ""
+        raise ValueError(f"column `{read.column}` {error}{optional}") from None
 
 
 def _instead(column: str, name: str, text: str) -> str:

@@ -95,6 +95,10 @@ class Draft:
         if item is not None and (item.origin is not None or outcome is Outcome.DIFFERS):
             self._lines[item.tool, item.key] = Line(item, outcome, text)
 
+    def note(self, item: Item, outcome: Outcome, text: str) -> None:
+        """Add an outcome of a key beside those that it has."""
+        self._lines[item.tool, item.key] = _joined(self._lines.get((item.tool, item.key)), Line(item, outcome, text))
+
     def unread(self, why: str, *items: Item | None) -> None:
         """Report keys that the tool ignores because of other keys."""
         for item in items:
@@ -294,12 +298,7 @@ class Draft:
                     if item.origin is None:
                         continue
                     before = lines.get((item.tool, item.key))
-                    if before is not None:
-                        # A key has one line, under the outcome that needs the user most, and `Outcome` is in this
-                        # order.
-                        outcome = min(outcome, before.outcome, key=list(Outcome).index)
-                        text = f"{before.text}; {text}" if text not in before.text else before.text
-                    lines[item.tool, item.key] = Line(item, outcome, text)
+                    lines[item.tool, item.key] = _joined(before, Line(item, outcome, text))
         return lines
 
     @staticmethod
@@ -312,6 +311,15 @@ class Draft:
             return Outcome.UNREAD, f"`{key}` {_shown(result)} overrides the default {_shown(proposal.value)}"
         text = "counted in `training.global_batch_size`" if path.startswith("#") else f"`{key}` {_shown(result)}"
         return (Outcome.DIFFERS if proposal.differs else Outcome.CONVERTED), text + note
+
+
+def _joined(before: Line | None, line: Line) -> Line:
+    """Return the one line of a key, under the outcome that needs the user most; `Outcome` is in this order."""
+    if before is None:
+        return line
+    outcome = min(line.outcome, before.outcome, key=list(Outcome).index)
+    text = f"{before.text}; {line.text}" if line.text not in before.text else before.text
+    return Line(line.item, outcome, text)
 
 
 def _is_off(item: Item) -> bool:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trainer.tools.convert.draft import Draft, Outcome
 from trainer.tools.convert.examples import TABLES
+from trainer.tools.convert.programs.axolotl_prompts import (
+    known_columns,
+    note_on_prompts,
+    preference_columns,
+    prompt_columns,
+)
 from trainer.tools.convert.programs.rows import Columns, RowSet, chat, entries, row_set, take_train_and_held
 from trainer.tools.convert.sources import Item, Tool
 
@@ -24,10 +30,6 @@ _OF_CHATS = (
 )  # fmt: skip
 _TEXTS = re.compile(r"(path|name|split(?!_thinking)|field|format|ds_type).*|.*(_format|prompt|_role|_content)")
 """Keys with texts as values."""
-_ALPACA = (
-    "axolotl's Alpaca prompt, as a template in `columns.prompt` with {instruction} and {input};"
-    ' \'{"columns": {"prompt": "{instruction}[\\n{input}]", "completion": "output"}}\' has no words around them'
-)
 _DEFAULTS: Mapping[str, tuple[Any, ...]] = {  # values of further keys that change nothing
     "roles_to_train": (["assistant"], ["gpt"], ["assistant", "gpt"]), "train_on_eos": ("turn",),
     "train_on_eot": ("turn",), "chat_template": ("tokenizer_default",), "split_thinking": (False,),
@@ -57,9 +59,12 @@ def rows(draft: Draft, folder: Path, kind: str) -> None:
     _evaluation(draft, bool(held or (share is not None and share.value)))
     if kind == "chats" and strategy is not None and strategy.value != "truncate":
         text = "axolotl leaves rows with more than sequence_len tokens out; here they are cut at `data.max_length`"
-        draft.say(item if strategy.origin is None else strategy, Outcome.DIFFERS, text)
+        draft.note(item if strategy.origin is None else strategy, Outcome.DIFFERS, text)
     else:
         draft.say(strategy, Outcome.SAME, "longer rows are cut at `data.max_length`")
+    for (_, entry), of_entry in zip(entries(draft, item), train, strict=True):
+        if text := note_on_prompts(entry.get("type"), of_entry):
+            draft.note(item, Outcome.DIFFERS, text)
 
 
 def _evaluation(draft: Draft, has_rows: bool) -> None:
@@ -78,8 +83,8 @@ def _sets(draft: Draft, item: Item, kind: str) -> list[RowSet]:
         if wrong := _wrong(entry):
             draft.problem(item, f"has a wrong type in {place}: {wrong}; correct it")
             return []
-        columns = _columns(draft, item, entry, kind, place)
         rows = row_set(draft, item, _with_files(entry), place)
+        columns = _columns(draft, item, entry, kind, place, None if rows is None else known_columns(rows))
         if columns is None or rows is None:
             return []
         found.append(replace(rows, columns=columns))
@@ -105,8 +110,14 @@ def _has_right_type(key: str, value: Any) -> bool:
     return isinstance(value, str) or not _TEXTS.fullmatch(key)
 
 
-def _columns(draft: Draft, item: Item, entry: Mapping[str, Any], kind: str, place: str) -> Columns | None:
-    """Return the columns of the task, or None after a problem."""
+def _columns(
+    draft: Draft, item: Item, entry: Mapping[str, Any], kind: str, place: str, names: Collection[str] | None
+) -> Columns | None:
+    """Return the columns of the task, or None after a problem.
+
+    Args:
+        names: the columns of the rows; None: they are not known.
+    """
     type_, of_pairs = entry.get("type"), kind in ("pairs", "rewards")
     columns: Columns | None
     known: tuple[str, ...]
@@ -116,11 +127,10 @@ def _columns(draft: Draft, item: Item, entry: Mapping[str, Any], kind: str, plac
         columns, known = _chats(entry), (*_LOADING, *_OF_CHATS)
     elif kind == "chats" and type_ == "completion":
         columns, known = {"text": str(entry.get("field") or "text")}, (*_LOADING, "field")
-    elif kind == "chats" and type_ == "alpaca":
-        draft.refuse("data.map", _ALPACA, item)
-        columns, known = {"prompt": "prompt", "completion": "completion"}, _LOADING
     elif of_pairs and type_ in ("chat_template.default", "chat_template"):
         columns, known = _pairs(entry), (*_LOADING, *_OF_CHATS, "field_chosen", "field_rejected")
+    elif (ready := _ready_made(draft, type_, kind, names)) is not None:
+        columns, known = ready, _LOADING
     else:
         rule = f"the type {type_ or 'without a type'}, which decides what is learned; write the rows as chats, with"
         draft.problem(item, f"{place} has {rule} the type {'chat_template.default' if of_pairs else 'chat_template'}")
@@ -129,6 +139,18 @@ def _columns(draft: Draft, item: Item, entry: Mapping[str, Any], kind: str, plac
         draft.problem(item, f"{place} has `{strange}`, which decides what is learned and has no counterpart; remove it")
         return None
     return columns
+
+
+def _ready_made(draft: Draft, type_: Any, kind: str, names: Collection[str] | None) -> Columns | None:
+    """Return the columns of a ready-made prompt of axolotl; None: there is no such type."""
+    method = draft.sources.given(_AX, "rl")
+    if kind == "chats":
+        return prompt_columns(str(type_), names)
+    if kind == "rewards" or method is None or method.value == "orpo":  # axolotl has none for them
+        return None
+    if kind == "pairs" and type_ in (None, "", "passthrough", "passthrough.default"):
+        return {key: key for key in ("prompt", "chosen", "rejected")}
+    return preference_columns(str(type_), kind, names)
 
 
 def _strange_key(entry: Mapping[str, Any], known: Sequence[str]) -> str | None:

@@ -1,4 +1,4 @@
-"""Conversion of the arguments of sentence-transformers 6 and SetFit 1.2. Their files have neither loss nor columns."""
+"""Conversion of the arguments of sentence-transformers 6 and SetFit 1.2. Their files have no columns."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from trainer.tools.convert.draft import Draft, Outcome
+from trainer.tools.convert.programs.losses import take_loss
 from trainer.tools.convert.programs.model import model_name
 from trainer.tools.convert.sources import Item, Sources, Tool
 
@@ -62,12 +63,18 @@ def convert_sentence_transformers(draft: Draft, folder: Path) -> None:
     embeds = tool is Tool.SENTENCE_TRANSFORMER
     program = Item(tool, "loss", None, None)
     draft.take("task.type", "embedding" if embeds else "reranker", program)
-    if embeds:
-        draft.refuse("task.loss", "the loss of the program: multiple_negatives, cosine, cosent or angle")
-        draft.refuse("task.texts", 'the columns of the texts, such as ["anchor", "positive"]')
+    loss, parameters = sources.given(tool, "loss"), sources.given(tool, "loss_parameters")
+    if loss is not None:
+        if take_loss(draft, loss, parameters, embeds):
+            draft.take("task.metrics", ["spearman"], loss)
+            draft.refuse("task.score", "the column of the similarity of both texts", loss)
     else:
-        text = "the loss of the program: binary_cross_entropy, cross_entropy, list_net or lambda"
-        draft.refuse("task.loss", text)
+        draft.unread("loss is missing", parameters)
+        names = "multiple_negatives, cosine, cosent or angle"
+        names = names if embeds else "binary_cross_entropy, cross_entropy, list_net or lambda"
+        draft.refuse("task.loss", f"the loss of the program: {names}; or add the name of its class as `loss`")
+    if embeds:
+        draft.refuse("task.texts", 'the columns of the texts, such as ["anchor", "positive"]')
     draft.missing["data"] = "the rows of the program"
     _prompts(draft, tool, sources.given(tool, "prompts"), embeds)
     _samplers(draft, tool, embeds)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.tools.convert.draft import Draft
+from trainer.tools.convert.draft import Draft, Outcome
 from trainer.tools.convert.examples import TABLES, folder_or_name, moved
 from trainer.tools.convert.sources import Item
 
@@ -70,13 +73,10 @@ def take_rows(
         draft.refuse("data.train", f"one task reads all rows, but these have {shown}; give them one type", item)
         return
     _columns(draft, train, held, item, *others)
-    if all(rows.files for rows in (*train, *held)):
-        _files(draft, folder, train, held, item, *others)
-    elif len(train) == 1:
+    if len(train) == 1 and not train[0].files and not _is_apart(train[0], held):
         _hub(draft, folder, train[0], held, item, *others)
     else:
-        text = "one data set of the hub, or files; write the rows of the others into files, and name all in data.train"
-        draft.refuse("data.train", text, item)
+        _files(draft, folder, train, held, item, *others)
     if isinstance(validation, float | str):
         draft.take("data.validation", validation, *others)
     elif not held:
@@ -111,7 +111,7 @@ def _files(
 ) -> None:
     draft.take("data.source", "files", items[0])
     for key, sets, named in (("train", train, items[:1]), ("validation", held, items[1:])):
-        paths = [moved(path, folder) for rows in sets for path in rows.files]
+        paths = [moved(path, folder) for rows in sets for path in _written(draft, rows, next(iter(named), None))]
         strange = [path for path in paths if not is_table(path)]
         if strange:
             text = f"{strange[0]} is not one of {', '.join(TABLES)}; write its rows as JSON Lines"
@@ -120,21 +120,36 @@ def _files(
             draft.take(f"data.{key}", paths[0] if len(paths) == 1 else paths, *named)
 
 
+def _is_apart(train: RowSet, held: Sequence[RowSet]) -> bool:
+    """Return whether `data.name` cannot name the rows: a part of a split, or another data set to validate on."""
+    others = any((rows.name, rows.keys) != (train.name, train.keys) for rows in held) or len(held) > 1
+    return others or any(char in rows.split for rows in (train, *held) for char in "[+")
+
+
 def _hub(
     draft: Draft, folder: os.PathLike[str], train: RowSet, held: Sequence[RowSet], item: Item, *others: Item | None
 ) -> None:
-    if any((rows.name, rows.keys) != (train.name, train.keys) for rows in held) or len(held) > 1:
-        draft.refuse("data.validation", "a split of the same data set; or write all rows into files", item, *others)
-    elif held:
-        draft.take("data.validation", held[0].split, *others)
     draft.take("data.source", "hub", item)
     draft.take("data.name", folder_or_name(train.name, folder), item)
     for key, value in train.keys.items():
         draft.take(f"data.{key}", value, item)
-    if any(char in train.split for char in "[+"):
-        draft.refuse("data.train", f"a part of a split, {train.split}; write its rows into a file", item)
-    else:
-        draft.take("data.train", train.split, item)
+    draft.take("data.train", train.split, item)
+    if held:
+        draft.take("data.validation", held[0].split, *others)
+
+
+def _written(draft: Draft, rows: RowSet, item: Item | None) -> tuple[str, ...]:
+    """Return the files of a data set; that of one on the hub is left to the user, with the command that writes it."""
+    if rows.files:
+        return rows.files
+    file = "--".join([*rows.name.strip("./").split("/"), *rows.keys.values(), *re.findall(r"\w+", rows.split)])
+    keys = {"name": rows.keys.get("subset"), "revision": rows.keys.get("revision"), "split": rows.split}
+    further = "".join(f", {key}={json.dumps(value)}" for key, value in keys.items() if value)
+    code = f"load_dataset({json.dumps(rows.name)}{further}).to_parquet({json.dumps(f'{file}.parquet')})"
+    if item is not None:
+        command = shlex.join(["python", "-c", f"from datasets import load_dataset; {code}"])
+        draft.note(item, Outcome.TODO, f"one data set of the hub, or files; write this one into a file: {command}")
+    return (f"{file}.parquet",)
 
 
 def held_share(draft: Draft, item: Item | None) -> float | None:
