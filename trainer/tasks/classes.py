@@ -203,11 +203,16 @@ class NamedClasses(Labelled):
             found |= {f"{prefix}/{one}": float(number) for one, number in numbers}
         return found
 
+    def pictures(self, predictions: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the pictures of metrics, by their names."""
+        drawn = {name: draw for name in self.metric_names if (draw := METRICS[name].picture)}
+        given = [predictions[key].numpy() for key in ("probabilities", "labels") if drawn]
+        return {name: draw(*given) for name, draw in drawn.items()}
+
     def named_probabilities(self, row: Sequence[float]) -> dict[str, float]:
         """Return the probability of each class, by its name."""
-        return {
-            name: round(value, PROBABILITY_DIGITS) for name, value in zip(self._known_class_names, row, strict=True)
-        }
+        pairs = zip(self._known_class_names, row, strict=True)
+        return {name: round(value, PROBABILITY_DIGITS) for name, value in pairs}
 
     @property
     def _numbers(self) -> Mapping[int, int]:
@@ -274,8 +279,7 @@ class RowClasses(NamedClasses):
             )
         if self.positive is not None and self.positive not in names:
             raise UsageError(
-                f"`task.positive` must be one of the classes {shown(names)}, but is {self.positive!r}; write one of"
-                " them"
+                f"`task.positive` must be one of the classes {shown(names)}, but is {self.positive!r}; use one"
             )
         task = self.with_classes(names, _row_holds_names(train.features[self.label_column]))
         if task.class_weights is None:
@@ -371,9 +375,7 @@ class RowClasses(NamedClasses):
         given = self._with_probabilities({"labels": labels}, lambda: shares.expand(len(labels), -1))
         answers = [torch.full_like(labels, constant) for constant in sorted(constants)]
         baselines = [self.metrics({**given, "predictions": answer}) for answer in answers]
-        best = {
-            name: max(baselines, key=partial(merit, name))[name] for name in self.metric_names if name in baselines[0]
-        }
+        best = {one: max(baselines, key=partial(merit, one))[one] for one in self.metric_names if one in baselines[0]}
         # `entr` is 0 for a class without rows, for which 0 times log 0 would be NaN.
         return {**best, "loss": float(torch.special.entr(shares).sum())}
 
@@ -384,7 +386,7 @@ class RowClasses(NamedClasses):
         # Each pair of label and prediction has a number, so one count of numbers gives the matrix.
         pairs = predictions["labels"] * len(names) + predictions["predictions"]
         counts = torch.bincount(pairs, minlength=len(names) ** 2).reshape(len(names), len(names))
-        return {"classes": list(names), "confusion": counts.tolist()}
+        return {"classes": list(names), "confusion": counts.tolist(), **self.pictures(predictions)}
 
     @property
     def positive_class(self) -> str | None:

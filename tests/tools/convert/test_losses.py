@@ -30,6 +30,12 @@ def of(write: Write, loss: str, parameters: object = None, tool: Tool = Tool.SEN
 class _Embedded(torch.nn.Module):
     """A model that returns the embeddings that it gets."""
 
+    def get_embedding_dimension(self) -> int:
+        return 8
+
+    def __getitem__(self, _: int) -> _Embedded:
+        return self
+
     def forward(self, features: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {"sentence_embedding": features["embedding"]}
 

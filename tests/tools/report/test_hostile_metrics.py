@@ -36,7 +36,12 @@ def write(folder: Path) -> list[dict[str, Any]]:
     file.start(run_info(folder, recipe=recipe, ranks=mesh, classes=(("a", 3), ("b", 1)), stages=("1f1b", "stage 0")))
     for step in (1, 2):
         file.step(step_record(step, rank_memory_bytes=(1 << 20, 2 << 20), skipped_steps=step, loss_scale=2.0**16))
-        picture = {"classes": ["a", "b"], "confusion": [[1, 2], [3, 4]], "texts": [{"text": "a", "generated": "b"}]}
+        picture: dict[str, Any] = {
+            "classes": ["a", "b"],
+            "confusion": [[1, 2], [3, 4]],
+            "texts": [{"text": "a", "generated": "b"}],
+        }
+        picture["ece"] = {"rows": [1, 2], "confidence": [0.5, 0.75], "right": [0.0, 1.0]}
         file.evaluation(EvaluationRecord(step, {"accuracy": step / 100, "loss": 0.5}, picture))
     file.bad_step(BadStepRecord(2, float("nan"), 1.0, (0,), (3, 4)))
     file.end(end_record(folder, outcome="failed", message="no room", pipeline=Idling((0.5, 0.25), 0.3)))

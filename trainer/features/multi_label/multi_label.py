@@ -98,6 +98,9 @@ class MultiLabelTask(NamedClasses, TextTask):
         metrics = self.metrics(self._with_probabilities(given, lambda: shares))
         return {name: metrics[name] for name in self.metric_names if name in metrics}
 
+    def picture(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit | None) -> dict[str, Any] | None:
+        return self.pictures(predictions) or None
+
     def answers(self, logits: Tensor, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {"probabilities": at_least_fp32(logits).sigmoid()}
 

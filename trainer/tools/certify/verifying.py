@@ -13,7 +13,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -82,6 +83,19 @@ class Verification:
 
 
 @dataclass(frozen=True)
+class DividedHead:
+    """A layer with weights and a bias that are divided by a number."""
+
+    name: str
+    divisor: float
+
+    def divide(self, model: nn.Module) -> None:
+        with torch.no_grad():
+            for parameter in model.get_submodule(self.name).parameters():
+                parameter.div_(self.divisor)
+
+
+@dataclass(frozen=True)
 class FolderCheck:
     """A comparison of a new folder, opened by another process, with the model of its checkpoint."""
 
@@ -89,28 +103,24 @@ class FolderCheck:
     model: CheckpointModel
     opened: Opened
 
-    def compare(self, folder: Path) -> Certificate:
+    def compare(self, folder: Path, head: DividedHead | None = None) -> Certificate:
         """Compare the folder on rows of the validation split.
+
+        Args:
+            head: the layer that a calibration has divided in the folder; None: none.
 
         Raises:
             NotTheTrainedModelError: outputs or tokens differ.
             UsageError: the recipe or its rows are missing, or a package is.
         """
-        state, opened = self.model.state, self.opened
-        if not isinstance(recipe := state.facts.origin.get("recipe"), Mapping):
-            raise UsageError(
-                f"`--verify` needs the recipe of the training, but {state.folder / FACTS} has none; leave it out"
-            )
-        names = [name for key in state.shapes if is_added(name := key.removeprefix(MODEL_PREFIX))]
-        added = {name: self.model.read(f"{MODEL_PREFIX}{name}") for name in names}
-        model = trained_model(self.model)
-        with tempfile.TemporaryDirectory(prefix="trainer-") as name:
-            place = Path(name)
-            data, trained = _data(self.model.preparation, added, recipe, self.asked, place)
+        opened, model = self.opened, trained_model(self.model)
+        if head is not None:
+            head.divide(model)
+        with validation_rows(self.model, self.asked) as (place, data, trained):
             assert data.evaluated is not None
             if (module := data.task.added_module()) is not None:
                 add_module(model, module)
-            expected = _Expected(model, data, trained)
+            expected = Expected(model, data, trained)
             request = _request(data, folder, opened, expected)
             _write_inputs(data, expected, place)
             if opened.program.opener:
@@ -135,6 +145,26 @@ class FolderCheck:
             return Certificate(by, rows, difference, largest, metrics, num_texts, reply["versions"], self.asked.command)
 
 
+@contextmanager
+def validation_rows(model: CheckpointModel, asked: Verification) -> Iterator[tuple[Path, PreparedData, Recipe]]:
+    """Yield a temporary folder, the rows of a comparison, prepared as in the training, and their recipe.
+
+    Raises:
+        UsageError: the recipe or its rows are missing.
+    """
+    state = model.state
+    if not isinstance(recipe := state.facts.origin.get("recipe"), Mapping):
+        raise UsageError(
+            f"`--verify` and `--calibrate` need the recipe of the training, but {state.folder / FACTS} has none; leave"
+            " them out"
+        )
+    names = [name for key in state.shapes if is_added(name := key.removeprefix(MODEL_PREFIX))]
+    added = {name: model.read(f"{MODEL_PREFIX}{name}") for name in names}
+    with tempfile.TemporaryDirectory(prefix="trainer-") as name:
+        place = Path(name)
+        yield place, *_data(model.preparation, added, recipe, asked, place)
+
+
 def _data(
     preparation: Path, added: Mapping[str, Tensor], recipe: Mapping[str, Any], asked: Verification, place: Path
 ) -> tuple[PreparedData, Recipe]:
@@ -152,13 +182,15 @@ def _data(
     trained = with_class_names(load_trained(folder, None, asked.overrides, 1, evaluates=True).resolved.recipe)
     if trained.data.validation is None:
         raise UsageError(
-            "`--verify` compares outputs for rows of `data.validation`, but it is null; name rows by a further"
+            "`--verify` and `--calibrate` need the rows of `data.validation`, but it is null; name rows by a further"
             " argument: data.validation=FILE"
         )
     data = prepare_data(trained, most_rows=asked.num_rows, cache=place / "cache", load=_recording)
     assert data.validation is not None
     if not len(data.validation):
-        raise UsageError("`--verify` needs rows with a token in `data.validation`, but it has none; name other rows")
+        raise UsageError(
+            "`--verify` and `--calibrate` need rows with a token in `data.validation`, but it has none; name other rows"
+        )
     return data, trained
 
 
@@ -166,7 +198,7 @@ def _recording(recipe: Recipe) -> Preparation:
     return load_preparation(recipe).recording()
 
 
-class _Expected:
+class Expected:
     """Batches of rows and the outputs of the trained model for them; the first batch is one row of a later one."""
 
     def __init__(self, model: nn.Module, data: PreparedData, recipe: Recipe) -> None:
@@ -201,7 +233,7 @@ class _Expected:
         return task.scores(SimpleNamespace(**self.outputs[number]), batch.inputs, batch.labels)
 
 
-def _request(data: PreparedData, folder: Path, opened: Opened, expected: _Expected) -> dict[str, Any]:
+def _request(data: PreparedData, folder: Path, opened: Opened, expected: Expected) -> dict[str, Any]:
     program = opened.program
     for package in program.packages:
         if find_spec(package.replace("-", "_")) is None:
@@ -228,7 +260,7 @@ def _request(data: PreparedData, folder: Path, opened: Opened, expected: _Expect
     return request | (task.exported.inputs(rows) if program.reads_texts else {})
 
 
-def _write_inputs(data: PreparedData, expected: _Expected, place: Path) -> None:
+def _write_inputs(data: PreparedData, expected: Expected, place: Path) -> None:
     evaluated = data.evaluated
     assert evaluated is not None
     for number, (batch, inputs) in enumerate(zip(expected.batches, expected.inputs, strict=True)):
@@ -278,7 +310,7 @@ def _answered(request: Mapping[str, Any], place: Path) -> dict[str, Any]:
     return reply
 
 
-def _outputs(data: PreparedData, opened: Opened, expected: _Expected, place: Path) -> list[dict[str, Tensor]]:
+def _outputs(data: PreparedData, opened: Opened, expected: Expected, place: Path) -> list[dict[str, Tensor]]:
     """Return the outputs of the other program for each batch; of embeddings and texts, the scores of the task."""
     if opened.program.reads_texts:
         (whole,) = _stored(place, 0).values()
@@ -302,7 +334,7 @@ def _stored(place: Path, number: int) -> dict[str, Tensor]:
 
 
 def _metrics(
-    data: PreparedData, expected: _Expected, found: Sequence[Mapping[str, Tensor]]
+    data: PreparedData, expected: Expected, found: Sequence[Mapping[str, Tensor]]
 ) -> dict[str, tuple[float, float]]:
     task = data.task.for_evaluation()
     if task.inputs_of_start is not None:
@@ -316,7 +348,7 @@ def _metrics(
     return {name: (exported[name], value) for name, value in trained.items()}
 
 
-def _metrics_of(task: Task, data: PreparedData, expected: _Expected, scores: Sequence[Tensor]) -> dict[str, float]:
+def _metrics_of(task: Task, data: PreparedData, expected: Expected, scores: Sequence[Tensor]) -> dict[str, float]:
     assert data.validation is not None
     assert data.evaluated is not None
     loss_sum = num_valid = 0.0

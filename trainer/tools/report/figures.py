@@ -209,6 +209,31 @@ def confusion(title: str, classes: Sequence[str], counts: Sequence[Sequence[int]
     return figure
 
 
+def reliability(title: str, rows: Sequence[int], confidence: Sequence[float], right: Sequence[float]) -> go.Figure:
+    """Draw the share of right decisions over their mean confidence, a point for each bin, beside the diagonal.
+
+    Args:
+        rows: the decisions of each bin, which give the area of its point.
+    """
+    figure = go.Figure()
+    diagonal = {"color": COLOURS[0], "width": 1, "dash": "dot"}
+    figure.add_scatter(x=[0, 1], y=[0, 1], mode="lines", line=diagonal, hoverinfo="skip", showlegend=False)
+    sizes = [6 + 14 * math.sqrt(number / max(rows)) for number in rows]
+    figure.add_scatter(
+        x=list(confidence),
+        y=list(right),
+        mode="lines+markers",
+        text=[f"{number:,} decisions" for number in rows],
+        hovertemplate="confidence %{x:.3f}, right %{y:.3f}<br>%{text}<extra></extra>",
+        line={"color": COLOURS[1], "width": 1},
+        marker={"size": sizes, "color": COLOURS[1]},
+        showlegend=False,
+    )
+    _lay_out(figure, title, "mean confidence of a bin", "share of right decisions")
+    figure.update_layout(hovermode="closest")
+    return figure
+
+
 def parallel(title: str, axes: Sequence[str], found: Sequence[tuple[str, Sequence[float], Sequence[str]]]) -> go.Figure:
     """Draw parallel coordinates: a line for each name over all axes; the first line is the best and is drawn on top.
 

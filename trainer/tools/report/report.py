@@ -23,7 +23,7 @@ from trainer.observe.summary import format_bytes, format_decimal, format_rate, f
 from trainer.recipe.plan import plan_run
 from trainer.recipe.schema import Recipe
 from trainer.tools.report import MISSING
-from trainer.tools.report.figures import Curve, Mark, bars, confusion, curves, ranks, timeline
+from trainer.tools.report.figures import Curve, Mark, bars, confusion, curves, ranks, reliability, timeline
 from trainer.tools.report.page import Section, Table, Text, render
 from trainer.tools.report.preview_blocks import preview_blocks
 from trainer.tools.report.runs import MOST_STEPS, Run, best_of, best_text, read_runs, seconds_of
@@ -168,6 +168,8 @@ def _pictures(run: Run, is_named: bool) -> Iterator[Table | go.Figure]:
     if last is not None and "confusion" in picture:
         title = f"validation rows{of_run} at step {last.step}"
         yield confusion(title, picture["classes"], picture["confusion"])
+    if last is not None and (points := picture.get("ece")):
+        yield reliability(f"reliability{of_run} at step {last.step}", **points)
     if last is not None and (texts := picture.get("texts")):
         rows = [[str(number), *map(str, row.values())] for number, row in enumerate(texts, start=1)]
         yield Table(("row", *texts[0]), rows, f"Texts{of_run} at step {last.step}")
