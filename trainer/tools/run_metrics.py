@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Required, get_type_hints
+from typing import Annotated, Any, Literal, Required, get_type_hints
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 from typing_extensions import TypedDict  # pydantic needs it below Python 3.12
 
 from trainer.base.errors import UsageError
@@ -124,6 +124,8 @@ def _record(line: dict[str, Any]) -> StepRecord | EvaluationRecord | LoggedRecor
         _PICTURE.validate_python(picture := line.get("picture"), strict=True)
         if picture and "confusion" in picture:
             _require_equal(map(len, (picture["classes"], picture["confusion"], *picture["confusion"])))
+        if picture and "ece" in picture:
+            _require_equal(map(len, picture["ece"].values()))
         if picture:
             _require_equal(map(tuple, picture.get("texts", ())))
         return EvaluationRecord(step, values, picture)
@@ -149,11 +151,20 @@ def _decoded(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: decoded_number(value) for name, value in values.items()}
 
 
+class _Points(TypedDict):
+    """The points of a reliability diagram, one for each bin with rows."""
+
+    rows: Annotated[list[Annotated[int, Field(gt=0)]], Field(min_length=1)]
+    confidence: list[float]
+    right: list[float]
+
+
 class _Picture(TypedDict, total=False):
     """The pictures of tasks that a report draws."""
 
     classes: list[str]
     confusion: list[list[int]]
+    ece: _Points
     texts: list[dict[str, Any]]
 
 

@@ -169,7 +169,8 @@ def _pictures(run: Run, is_named: bool) -> Iterator[Table | go.Figure]:
         title = f"validation rows{of_run} at step {last.step}"
         yield confusion(title, picture["classes"], picture["confusion"])
     if last is not None and (points := picture.get("ece")):
-        yield reliability(f"reliability{of_run} at step {last.step}", **points)
+        drawn = (points["rows"], points["confidence"], points["right"])
+        yield reliability(f"reliability{of_run} at step {last.step}", *drawn)
     if last is not None and (texts := picture.get("texts")):
         rows = [[str(number), *map(str, row.values())] for number, row in enumerate(texts, start=1)]
         yield Table(("row", *texts[0]), rows, f"Texts{of_run} at step {last.step}")
