@@ -210,15 +210,17 @@ def test_another_set_to_validate_on_becomes_a_file(write: Write):
     assert recipe["data"]["validation"] == "org--b--train.parquet"
 
 
-def test_the_command_writes_the_rows(tmp_path: Path, write: Write):
-    """`datasets` reads a folder of files by the name of a data set."""
+@pytest.mark.parametrize("path", ["./set", "rows.jsonl"])
+def test_the_command_writes_the_rows_of_a_part(tmp_path: Path, write: Write, path: str):
     import datasets
 
+    rows = datasets.Dataset.from_dict({"text": [f"w{row}" for row in range(10)]})
     (tmp_path / "set").mkdir()
-    datasets.Dataset.from_dict({"text": [f"w{row}" for row in range(10)]}).to_parquet(tmp_path / "set/train.parquet")
-    found = of(write, {"path": "./set", "split": "train[:30%]", "type": "completion"})
+    rows.to_parquet(tmp_path / "set/train.parquet")
+    rows.to_json(tmp_path / "rows.jsonl")
+    found = of(write, {"path": path, "split": "train[:30%]", "type": "completion"})
     (line,) = [line for line in found.lines if line.item.name == "datasets"]
     code = line.text.partition("python -c '")[2].partition("'")[0]
     exec(code)  # the command of the report
-    rows = datasets.Dataset.from_parquet(str(found.recipe["data"]["train"]), cache_dir=str(tmp_path / "cache"))
-    assert rows["text"][:] == ["w0", "w1", "w2"]
+    written = datasets.Dataset.from_parquet(str(found.recipe["data"]["train"]), cache_dir=str(tmp_path / "cache"))
+    assert written["text"][:] == ["w0", "w1", "w2"]

@@ -37,6 +37,11 @@ class RowSet:
     split: str = "train"
     columns: Columns = field(default_factory=dict)
 
+    @property
+    def is_part(self) -> bool:
+        """Whether it is a part of a split, such as `train[:5%]`, or several splits."""
+        return any(char in self.split for char in "[+")
+
 
 def chat(column: str, role: str, content: str, roles: Mapping[str, str], system: str | None = None) -> Any:
     """Return the column of a chat, as in `data.map.columns`.
@@ -123,7 +128,7 @@ def _files(
 def _is_apart(train: RowSet, held: Sequence[RowSet]) -> bool:
     """Return whether `data.name` cannot name the rows: a part of a split, or another data set to validate on."""
     others = any((rows.name, rows.keys) != (train.name, train.keys) for rows in held) or len(held) > 1
-    return others or any(char in rows.split for rows in (train, *held) for char in "[+")
+    return others or any(rows.is_part for rows in (train, *held))
 
 
 def _hub(
@@ -139,17 +144,22 @@ def _hub(
 
 
 def _written(draft: Draft, rows: RowSet, item: Item | None) -> tuple[str, ...]:
-    """Return the files of a data set; that of one on the hub is left to the user, with the command that writes it."""
-    if rows.files:
+    """Return the files of a data set; those of the hub and of parts are left to the user, with the command for each."""
+    if rows.files and not rows.is_part:
         return rows.files
-    file = "--".join([*rows.name.strip("./").split("/"), *rows.keys.values(), *re.findall(r"\w+", rows.split)])
-    keys = {"name": rows.keys.get("subset"), "revision": rows.keys.get("revision"), "split": rows.split}
-    further = "".join(f", {key}={json.dumps(value)}" for key, value in keys.items() if value)
-    code = f"load_dataset({json.dumps(rows.name)}{further}).to_parquet({json.dumps(f'{file}.parquet')})"
+    place = os.path.splitext(rows.files[0].removesuffix(".gz")) if rows.files else (rows.name, "")
+    parts = [*place[0].strip("./").split("/"), *rows.keys.values(), *re.findall(r"\w+", rows.split)]
+    file = f"{'--'.join(parts)}.parquet"
+    options: dict[str, Any] = {"name": rows.keys.get("subset"), "revision": rows.keys.get("revision")}
+    options |= {"data_files": list(rows.files), "split": rows.split}
+    loader = place[1].lower().strip(".l") if rows.files else rows.name  # JSON Lines are read by `json`
+    further = "".join(f", {key}={json.dumps(value)}" for key, value in options.items() if value)
+    code = f"load_dataset({json.dumps(loader)}{further}).to_parquet({json.dumps(file)})"
     if item is not None:
         command = shlex.join(["python", "-c", f"from datasets import load_dataset; {code}"])
-        draft.note(item, Outcome.TODO, f"one data set of the hub, or files; write this one into a file: {command}")
-    return (f"{file}.parquet",)
+        text = "`data` names one data set of the hub, or files; write these rows into a file"
+        draft.note(item, Outcome.TODO, f"{text}: {command}")
+    return (file,)
 
 
 def held_share(draft: Draft, item: Item | None) -> float | None:
