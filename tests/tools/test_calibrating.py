@@ -70,7 +70,7 @@ def test_a_pipeline_of_transformers_gives_calibrated_probabilities(
     torch.testing.assert_close(scaled, logits / temperature, rtol=1e-5, atol=1e-6)
     classify = transformers.pipeline("text-classification", model=str(out), top_k=None)
     for text, row in zip(texts, (logits / temperature).softmax(-1), strict=True):
-        given = {one["label"]: one["score"] for one in classify(text, truncation=True, max_length=16)}
+        given = {one["label"]: one["score"] for one in classify([text], truncation=True, max_length=16)[0]}
         assert [given[name] for name in "abc"] == pytest.approx(row.tolist(), abs=1e-5)
 
     labels = torch.tensor(["abc".index(row["label"]) for row in rows])
