@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from sentence_transformers.cross_encoder import CrossEncoder
 from sentence_transformers.cross_encoder import losses as cross_losses
 from sentence_transformers.sentence_transformer import losses
 
@@ -98,9 +99,17 @@ def test_other_losses_are_refused_with_a_reason(write: Write, loss: str, paramet
         of(write, loss, parameters)
 
 
+class _CrossEncoder(CrossEncoder):
+    """A model that has nothing but the number of its labels."""
+
+    num_labels = 1
+
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+
+
 def test_losses_of_rerankers(write: Write):
-    tool = Tool.CROSS_ENCODER
-    model: Any = type("CrossEncoder", (torch.nn.Module,), {"num_labels": 1})()
+    tool, model = Tool.CROSS_ENCODER, _CrossEncoder()
     binary = cross_losses.BinaryCrossEntropyLoss(model, pos_weight=torch.tensor(3.0)).get_config_dict()
     task = of(write, "BinaryCrossEntropyLoss", binary, tool).recipe["task"]
     assert (task["loss"], task["positive_weight"]) == ("binary_cross_entropy", 3.0)
