@@ -124,7 +124,7 @@ def fitted_temperature(task: Task, logits: Tensor, labels: Tensor) -> float:
 
     bound = math.log(_WIDEST)
     found = float(minimize_scalar(loss, bounds=(-bound, bound), method="bounded", options={"xatol": 1e-7}).x)
-    if not abs(found) < bound - 1e-3:
+    if not loss(found) < min(loss(-bound), loss(bound)):
         raise UsageError(
             f"`--calibrate` finds no temperature between {1 / _WIDEST} and {_WIDEST:.0f} for {len(labels):,} rows of"
             " `data.validation`: the model predicts all of them right, or by chance; name other rows by a further"
