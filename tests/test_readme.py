@@ -70,6 +70,12 @@ ELSEWHERE = {
     "trainer export runs/bert_sample exported/onnx --to onnx --verify": (
         "tests/tools/certify/test_verifying.py::def test_as_a_user"
     ),
+    "trainer export runs/bert_sample exported/calibrated --calibrate --verify": (
+        "tests/tools/test_calibrating.py::def test_a_pipeline_of_transformers_gives_calibrated_probabilities"
+    ),
+    'trainer evaluate runs/bert_sample "task.metrics=accuracy,ece,brier,best_threshold_per_class"': (
+        "tests/features/calibration/test_metrics.py::def test_the_picture_has_the_points_of_the_curve"
+    ),
     "trainer push exported/bert_sample me/bert-sample": "tests/tools/test_push.py::def test_the_verb_sends",
     "kubectl apply --server-side -f launchers/cluster_training_runtime.yaml": (
         "tests/tools/test_script.py::def test_the_runtime_of_a_whole_cluster_starts_the_pods_of_a_trainjob"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -73,7 +74,7 @@ def test_errors_of_lists_are_over_all_decisions():
     assert found["brier"] == pytest.approx(brier_score_loss(LISTS.ravel(), probabilities.ravel()), rel=1e-5)
 
 
-def test_the_picture_has_the_points_of_the_curve(tmp_path):
+def test_the_picture_has_the_points_of_the_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """A page of the report draws them beside the diagonal."""
     from tests.tools.report.test_report import figures_of
 
@@ -88,6 +89,13 @@ def test_the_picture_has_the_points_of_the_curve(tmp_path):
     gaps = np.abs(np.array(picture["confidence"]) - picture["right"])
     assert last["eval"]["ece"] == pytest.approx(np.average(gaps, weights=picture["rows"]))
     assert np.average(picture["right"], weights=picture["rows"]) == pytest.approx(last["eval"]["accuracy"])
+
+    capsys.readouterr()
+    metrics = "task.metrics=accuracy,ece,brier,best_threshold_per_class"
+    assert main(["evaluate", str(tmp_path / "run"), metrics, "--json"]) == 0
+    evaluated = json.loads(capsys.readouterr().out)["metrics"]
+    assert evaluated["ece"] == pytest.approx(last["eval"]["ece"], rel=1e-5)
+    assert {"brier", "best_threshold/a", "best_threshold/c"} < evaluated.keys()
 
     task = tiny_task(tiny_recipe(task={"metrics": ["ece"]}))
     found = task.picture(task.predictions(LOGITS, torch.as_tensor(LABELS)), None)
@@ -136,7 +144,7 @@ def test_a_class_without_rows_and_a_diverged_model_are_undefined():
     assert all(map(math.isnan, computed(torch.full((200, 3), math.nan), LABELS).values()))
 
 
-def evaluated(lists: bool, **parallel: Any) -> dict[str, float]:
+def metrics_of(lists: bool, **parallel: Any) -> dict[str, float]:
     """Return the metrics of an untrained model on this rank, for seven rows."""
     recipe = tiny_recipe(
         task={"type": "sequence_classification", "metrics": NAMES, "multi_label": lists},
@@ -157,9 +165,9 @@ def test_any_layout_gives_the_metrics_of_one_process(
     ranks: RankPools, lists: bool, world_size: int, keys: dict[str, Any]
 ):
     """The last batch of seven rows is not full, and ranks have different numbers of rows."""
-    expected = evaluated(lists)
+    expected = metrics_of(lists)
     loss = expected.pop("loss")
-    for found in ranks(world_size).run(evaluated, lists, **keys):
+    for found in ranks(world_size).run(metrics_of, lists, **keys):
         assert found.pop("loss") == pytest.approx(loss, rel=1e-5)
         assert found == pytest.approx(expected, rel=1e-6, nan_ok=True)
 
