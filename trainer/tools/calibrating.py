@@ -20,7 +20,6 @@ from trainer.base.errors import UsageError
 from trainer.base.text import one_line
 from trainer.engine.forward import without_cache
 from trainer.engine.precision import PrecisionName
-from trainer.recipe.schema import ClassificationKeys
 from trainer.tasks.exported import ExportFormat
 from trainer.tasks.metrics.table import METRICS
 from trainer.tasks.task import Task
@@ -63,7 +62,7 @@ class Calibration:
             raise UsageError(
                 f"`--calibrate` divides weights of the whole model, which {wrong} does not write; leave one of them out"
             )
-        if not isinstance(model.recipe.task, ClassificationKeys):
+        if not model.recipe.task.has_probabilities:
             raise UsageError(
                 "`--calibrate` needs a task with the classes of rows, such as sequence_classification, but `task.type`"
                 f" is {model.task_type}; leave it out"
