@@ -76,7 +76,7 @@ def test_every_metric_that_a_recipe_can_name_is_in_the_table(section):
 
 
 def test_which_way_is_better():
-    lower = {"loss", "mse", "perplexity", "rejected_logps", "kl"}
+    lower = {"loss", "mse", "perplexity", "rejected_logps", "kl", "ece", "brier"}
     assert {name for name in [*METRICS, "loss"] if not greater_is_better(name)} == lower
 
 
