@@ -498,3 +498,8 @@ def test_ctrl_c_shows_no_traceback(tmp_path: Path) -> None:
             kill(process)
         assert "Traceback" not in done.stderr
         assert done.returncode in (INTERRUPTED, ExitCode.USER, -signal.SIGINT)
+
+
+def test_export_takes_the_folder_without_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "runs/mine", "--output", "out"]) == ExitCode.USER
+    assert "`--output` is no option of `trainer export`; write the folder after the run" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from trainer.base.errors import DataError, UsageError
+from trainer.data.formats.base import TextOptions
 from trainer.data.sources import Splits, load_splits
 from trainer.recipe.schema import FileData
 from trainer.use.chunked_rows import read_chunks
@@ -218,3 +219,14 @@ def test_a_damaged_file_in_the_cache_of_datasets_is_written_again(tmp_path, monk
             made.write_bytes(content)
         read = load_splits(FileData(source="files", train=str(file), map={"columns": {"twice": "{text}{text}"}}))
         assert read.train.rows["twice"][:] == ["aa"]
+
+
+def test_a_file_of_one_list_is_read_as_rows(tmp_path):
+    rows = [{"text": "é"}, {"text": None}, {"text": "b"}]
+    for name, content in (("a.json", json.dumps(rows, indent=1)), ("b.json", json.dumps(rows))):
+        (tmp_path / name).write_text(content, encoding="utf-16")
+        text = TextOptions("utf-16")
+        assert list(read_chunks(tmp_path / name, "json", 2, 1, name, text=text)) == [rows[1:]]
+    (tmp_path / "c.json").write_text('[{"text": "a"},\n')
+    with pytest.raises(DataError, match="line 1 of c.json must be a JSON object, but is not JSON"):
+        list(read_chunks(tmp_path / "c.json", "json", 2, 0, "c.json"))

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from trainer.base.errors import UsageError
 from trainer.base.extensions import registered
+from trainer.base.file_formats import file_formats
 from trainer.recipe.paths import shown_value
 from trainer.recipe.reading.files import RECIPE_FILE
 from trainer.recipe.reading.loading import ResolvedRecipe, load_recipe
@@ -115,7 +116,8 @@ def _set_data(values: dict[str, Any], folder: Path, overrides: Sequence[str], ev
     data = values["data"]
     if not evaluates:
         of_rows = [row.name.removeprefix("data.") for row in registered("rows")]
-        kept = {key: data[key] for key in ("max_length", *of_rows, *_TEXT_KEYS) if key in data}
+        of_formats = [key for row in file_formats().values() for key in row.keys]
+        kept = {key: data[key] for key in ("max_length", *of_rows, *of_formats, *_TEXT_KEYS) if key in data}
         values["data"] = {"source": "files", "train": str(folder / CONFIG), **kept}  # any file: it is not read
         return []
     key = "data.validation="

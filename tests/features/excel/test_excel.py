@@ -12,6 +12,7 @@ from trainer.base.errors import DataError
 from trainer.data.formats.base import TextOptions
 from trainer.data.sources import load_splits
 from trainer.recipe.schema import FileData
+from trainer.use import trained
 from trainer.use.chunked_rows import input_format, read_chunks
 
 ROWS = [{"text": "one", "label": "a"}, {"text": "two", "label": "b"}]
@@ -81,3 +82,6 @@ def test_sheets_are_read_to_predict(tmp_path):
     text = TextOptions(further={"sheet": "second"})
     chunks = list(read_chunks(tmp_path / "a.xlsx", input_format(tmp_path / "a.xlsx"), 2, 0, "`a.xlsx`", text=text))
     assert chunks == [[{"text": "three"}, {"text": None}], [{"text": "007"}]]
+    values = {"data": {"source": "files", "train": "a.xlsx", "sheet": "second"}}
+    trained._set_data(values, tmp_path, (), evaluates=False)
+    assert values["data"]["sheet"] == "second", "the recipe's sheet is that of workbooks to predict"

@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,6 +56,9 @@ class JsonReader(Reader):
         return rows, []
 
     def rows(self, path: Path, where: str, text: TextOptions) -> Iterator[Row | DataError]:
+        with suppress(ValueError, RecursionError):  # the loop names the fault
+            if _is_list(path, text.encoding):
+                path, text = _as_lines(path, text.encoding), TextOptions()
         with open_text(path, text.encoding) as file:
             for number, line in enumerate(file, start=1):
                 if not line.strip():
@@ -64,7 +68,7 @@ class JsonReader(Reader):
                 except json.JSONDecodeError as error:
                     yield DataError(
                         f"line {number} of {where} must be a JSON object, but is not JSON: {_position(error)};"
-                        " write one object on each line, as `jq -c .[]` does for a list"
+                        " write one object on each line"
                     )
                     continue
                 except (ValueError, RecursionError):
@@ -169,6 +173,12 @@ def _load_all(load: Callable[..., Any]) -> Dataset:
     # Bytes that are no UTF-8 would fail later, far from the file.
     rows.data.table.validate(full=True)  # the reader does not check the encoding
     return rows
+
+
+def _is_list(path: Path, encoding: str) -> bool:
+    """Return whether the first sign of a file opens a list."""
+    with open_text(path, encoding) as file:
+        return next((row[0] == "[" for line in file if (row := line.strip("\ufeff \t\r\n"))), False)
 
 
 def _as_lines(path: Path, encoding: str) -> Path:

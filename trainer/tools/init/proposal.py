@@ -28,7 +28,7 @@ from trainer.tools.init.columns import Column, columns_of
 from trainer.tools.init.draft import Draft, InitRequest
 from trainer.tools.init.models import SAMPLE, learning_rate, needs_new_head, proposed_model
 from trainer.tools.init.reading import left_out, read
-from trainer.tools.init.shapes import Shape, notes, shapes, unlearnable
+from trainer.tools.init.shapes import Shape, names_read, notes, shapes, unlearnable
 from trainer.tools.init.sources import devices_here, folder_name
 from trainer.tools.plan.hardware import Devices, parse_devices
 from trainer.tools.plan.recipe_plan import halves, plan_recipe
@@ -159,7 +159,7 @@ def _with_classes(shape: Shape, columns: Sequence[Column], draft: Draft) -> tupl
 def _shape(
     columns: Sequence[Column], request: InitRequest, ask: Ask, own_notes: Sequence[str]
 ) -> tuple[Shape, list[str]]:
-    """Return the task of the columns, and others that read more than a text; ask if several fit.
+    """Return the task of the columns, and others that read these too, beside a text; ask if several fit.
 
     Raises:
         UsageError: none fits.
@@ -185,7 +185,9 @@ def _shape(
     _require_classes(columns, next(iter(found.values())), request)
     kinds = list(found)
     shape = found[ask("task", kinds[0], kinds) if len(kinds) > 1 else kinds[0]]
-    others = [f"task.type={kind}" for kind, one in found.items() if one is not shape and len(one.task) > 2]
+    read = {column.name for column in names_read(columns, shape)}
+    alike = [one for one in found.values() if read <= {column.name for column in names_read(columns, one)}]
+    others = [f"task.type={one.type}" for one in alike if one is not shape and min(len(one.task), len(shape.task)) > 2]
     if _has_one_label(shape) and len(columns) > 2:
         shape = _with_columns(shape, columns, request, ask)
     return shape, others
