@@ -228,5 +228,5 @@ def test_a_file_of_one_list_is_read_as_rows(tmp_path):
         text = TextOptions("utf-16")
         assert list(read_chunks(tmp_path / name, "json", 2, 1, name, text=text)) == [rows[1:]]
     (tmp_path / "c.json").write_text('[{"text": "a"},\n')
-    with pytest.raises(DataError, match="line 1 of c.json must be a JSON object, but is not JSON"):
+    with pytest.raises(DataError, match=r"line 1 of c.json must be a JSON object, but is not JSON"):
         list(read_chunks(tmp_path / "c.json", "json", 2, 0, "c.json"))
