@@ -112,7 +112,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 		exit 1; }
 	@echo "installing into $(VENV), once; this takes some minutes"
 	@$(BIN)/python -c '$(NEW_ENOUGH)' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
-	@$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[deepspeed,excel,lora,quantization,schedule-free,generation,mining,onnx,search,tensorboard,wandb,mlflow,docs,dev]'
+	@$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[audit,deepspeed,excel,lora,quantization,schedule-free,generation,mining,onnx,search,tensorboard,wandb,mlflow,docs,dev]'
 	@touch $@
 
 clean:

@@ -58,6 +58,15 @@ ELSEWHERE = {
     " --steps 10": "tests/tools/compare/test_compare.py::def test_values_make_a_grid",
     "trainer search bert_sample optimizer.learning_rate=1e-4..1e-2,log model.dropout=0,0.1 training.max_steps=24"
     " --trials 6": "tests/tools/search/test_search.py::def test_a_search_is_stopped_in_a_trial",
+    "trainer audit bert_sample --write rows.csv -o audit.html": (
+        "tests/tools/audit/test_data_audit.py::def test_the_file_of_rows_feeds_the_key"
+    ),
+    "trainer run bert_sample logging.rows=true": (
+        "tests/tools/audit/test_run_audit.py::def test_flipped_labels_of_the_sample"
+    ),
+    "trainer audit runs/bert_sample --write rows.csv -o audit.html": (
+        "tests/tools/audit/test_run_audit.py::def test_flipped_labels_of_the_sample"
+    ),
     "trainer why runs/bert_sample": "tests/tools/test_why.py::def test_a_planted_cause_is_the_largest",
     "trainer run bert_sample compile=true": "tests/training/test_compiled.py::def test_a_compiled_run",
     "trainer rehearse bert_sample --ranks 64 --rank 37 parallel.tensor=2 training.global_batch_size=64": (

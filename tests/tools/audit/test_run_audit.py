@@ -1,0 +1,147 @@
+"""The audit of runs: scores by hand and beside cleanlab, and flipped labels in real trainings."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import trainer
+from tests.helpers.processes import ROOT
+from trainer.base.errors import UsageError
+from trainer.recipe.reading.loading import load_recipe
+from trainer.tools.audit.audit import audit
+from trainer.tools.audit.findings import lines, write_page, write_rows
+from trainer.tools.audit.row_record import read_record
+from trainer.tools.audit.run_audit import recipe_of, row_numbers
+from trainer.tools.audit.scores import confident_issues, scores_of
+from trainer.training.run_data import prepare_data
+
+SHARE, LEAST = 0.05, 0.7
+
+
+def records(*rows: tuple[int, float, float, int, int]) -> Any:
+    kinds = [("step", "<u4"), ("loss", "<f4"), ("margin", "<f4"), ("label", "<i4"), ("believed", "<i4")]
+    return np.array(list(rows), kinds)
+
+
+def test_scores_by_hand():
+    seen = records(
+        (0, 1, 2, 0, 0), (0, 3, -1, 1, 0), (1, 2, -4, 0, 1), (1, 1, 3, 1, 1), (2, 0, 5, 0, 0), (2, 5, -1, 1, 2)
+    )
+    scores = scores_of(seen, np.array([0, 1, 0, 1, 0, 1]), 3)
+    assert scores.number.tolist() == [3, 3, 0]
+    assert scores.loss[:2].tolist() == [1, 3]
+    assert scores.margin is not None
+    np.testing.assert_allclose(scores.margin[:2], [1, 1 / 3])
+    assert scores.forgotten is not None
+    assert scores.forgotten.tolist() == [1, 1, 0]
+    assert scores.believed is not None
+    assert scores.believed.tolist() == [0, 2, -1]
+    assert scores.ranked.tolist() == [1, 0]
+
+
+def drawn() -> tuple[Any, Any]:
+    draw = np.random.default_rng(0)
+    labels = draw.integers(0, 4, 500)
+    logits = draw.normal(size=(500, 4)) + 3 * np.eye(4)[labels]
+    flipped = draw.permutation(500)[:40]
+    labels[flipped] = (labels[flipped] + 1) % 4
+    odds = np.exp(logits)
+    return odds / odds.sum(1, keepdims=True), labels
+
+
+def test_confident_learning_has_the_formula_of_the_paper():
+    probabilities, labels = drawn()
+    # Northcutt et al. 2021, equations 1 and 2.
+    thresholds = [probabilities[labels == one, one].mean() for one in range(4)]
+    expected = []
+    for row, label in zip(probabilities, labels, strict=True):
+        able = [one for one in range(4) if row[one] >= thresholds[one]]
+        expected.append(bool(able) and max(able, key=lambda one: row[one]) != label)
+    found = confident_issues(probabilities, labels)
+    assert found.tolist() == expected
+    assert 20 < found.sum() < 60
+
+
+def test_confident_learning_is_that_of_cleanlab():
+    package = pytest.importorskip("cleanlab.filter")
+    probabilities, labels = drawn()
+    expected = package.find_label_issues(labels, probabilities, filter_by="confident_learning")
+    np.testing.assert_array_equal(confident_issues(probabilities, labels), expected)
+
+
+def flip(rows: list[dict[str, Any]], labels: list[str]) -> set[int]:
+    draw = random.Random(5)
+    flipped = set(draw.sample(range(len(rows)), round(SHARE * len(rows))))
+    for row in flipped:
+        rows[row]["label"] = draw.choice([label for label in labels if label != rows[row]["label"]])
+    return flipped
+
+
+def write(folder: Path, rows: list[dict[str, Any]]) -> str:
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f"data.train={folder / 'train.jsonl'}"
+
+
+def found_share(run: Path, flipped: set[int]) -> float:
+    """Return the share of flipped rows among the most suspicious ones, by the record and the order of the run."""
+    record, recipe = read_record(run), recipe_of(run, ())
+    data = prepare_data(recipe)
+    scores = scores_of(record.records, row_numbers(record, data, recipe)[0], len(data.train))
+    source = data.task.preview.source_rows(data.train)
+    rows = scores.ranked if source is None else np.asarray(source)[scores.ranked]
+    worst = list(dict.fromkeys(rows.tolist()))[: len(flipped)]
+    return len(flipped & {*worst}) / len(flipped)
+
+
+@pytest.mark.slow
+def test_flipped_labels_of_the_sample(tmp_path: Path):
+    rows = [json.loads(line) for line in (ROOT / "recipes" / "sample" / "train.jsonl").read_text().splitlines()][:1500]
+    flipped = flip(rows, sorted({row["label"] for row in rows}))
+    keys = [
+        "training.epochs=6",
+        "logging.rows=true",
+        f"checkpoint.folder={tmp_path / 'run'}",
+        "data.validation=null",
+        "evaluation.every=null",
+    ]
+    trainer.run(load_recipe("bert_sample", [write(tmp_path, rows), *keys]))
+    assert found_share(tmp_path / "run", flipped) >= LEAST
+    found = audit(str(tmp_path / "run"), (), tmp_path / "rows.csv")
+    assert len([*lines(found)]) <= 15
+    write_rows(found, tmp_path / "rows.csv")
+    write_page(found, tmp_path / "page.html")
+    with open(tmp_path / "rows.csv", newline="") as file:
+        read = {int(row["row"]) - 1: row for row in csv.DictReader(file) if row["finding"] == "probably mislabelled"}
+    assert len(flipped & read.keys()) >= LEAST * len(flipped)
+    number, row = next(iter(read.items()))
+    assert (row["label"], row["believed"] == row["label"]) == (rows[number]["label"], False)
+    # The file leaves these rows out.
+    keys = [
+        "training.max_steps=1",
+        f"checkpoint.folder={tmp_path / 'without'}",
+        "data.validation=null",
+        "evaluation.every=null",
+    ]
+    trainer.run(load_recipe("bert_sample", [write(tmp_path, rows), *keys, f"data.leave_out={tmp_path / 'rows.csv'}"]))
+
+
+def test_a_run_without_a_record_is_refused(tmp_path: Path):
+    with pytest.raises(UsageError, match=r"logging\.rows=true"):
+        audit(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"{}\n", b"no json\n", b'{"version": 1, "kind": "losses", "fields": [["a", "O"]]}\n']
+)
+def test_a_damaged_record_is_refused(tmp_path: Path, text: bytes):
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "from-000000000-rank-00000.rows").write_bytes(text)
+    with pytest.raises(UsageError, match="must be a record of rows"):
+        read_record(tmp_path)
