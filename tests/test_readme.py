@@ -62,10 +62,10 @@ ELSEWHERE = {
         "tests/tools/audit/test_data_audit.py::def test_the_file_of_rows_feeds_the_key"
     ),
     "trainer run bert_sample logging.rows=true": (
-        "tests/tools/audit/test_run_audit.py::def test_flipped_labels_of_the_sample"
+        "tests/tools/audit/test_run_audit.py::def test_flipped_labels_of_pairs"
     ),
     "trainer audit runs/bert_sample --write rows.csv -o audit.html": (
-        "tests/tools/audit/test_run_audit.py::def test_flipped_labels_of_the_sample"
+        "tests/tools/audit/test_run_audit.py::def test_flipped_labels_of_pairs"
     ),
     "trainer why runs/bert_sample": "tests/tools/test_why.py::def test_a_planted_cause_is_the_largest",
     "trainer run bert_sample compile=true": "tests/training/test_compiled.py::def test_a_compiled_run",

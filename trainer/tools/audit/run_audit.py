@@ -126,19 +126,17 @@ class _Described:
             return self._finding("high loss", "a mean loss far above that of most rows", hard, scores.loss)
         assert scores.label is not None
         assert scores.forgotten is not None
+        wrong = ranked[scores.margin[ranked] < 0]
+        details = None
         if scores.probabilities is not None:
-            known = np.flatnonzero(scores.number > 0)
             issues: NDArray[np.bool_] = np.zeros(len(scores.number), bool)
-            issues[known] = confident_issues(scores.probabilities[known], scores.label[known])
-            wrong = ranked[issues[ranked]]
-            meaning = "confident learning believes another label; ordered by the area under the margin"
-        else:
-            wrong = ranked[scores.margin[ranked] < 0]
-            meaning = "the area under the margin is negative: the model believes another label"
+            issues[ranked] = confident_issues(scores.probabilities[ranked], scores.label[ranked])
+            details = ["also by confident learning" if issues[row] else "" for row in wrong]
+        meaning = "the area under the margin is negative: over the epochs, the model believes another label"
         forgotten = np.flatnonzero(scores.forgotten >= _FORGOTTEN)
         forgotten = forgotten[np.argsort(-scores.forgotten[forgotten], kind="stable")]
         return [
-            *self._finding("probably mislabelled", meaning, wrong, scores.margin),
+            *self._finding("probably mislabelled", meaning, wrong, scores.margin, details),
             *self._finding(
                 "forgotten",
                 f"right and then wrong at least {_FORGOTTEN} times",
