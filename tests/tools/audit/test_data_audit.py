@@ -162,6 +162,13 @@ def test_few_rows_without_validation(tmp_path: Path, rows: list[dict[str, str]])
     assert found.sizes == {"training": 2}
 
 
+def test_tags_of_words_are_no_classes_of_rows(tmp_path: Path):
+    rows = [{"words": ["call", f"name{number}"], "tags": ["O", "B-X" if number else "B-Y"]} for number in range(12)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = [f"data.train={tmp_path}/rows.jsonl", "data.validation=null", "evaluation.every=null"]
+    assert "rare class" not in {one.name for one in audit("ner_sample", data).findings}
+
+
 def test_answers_in_prompts(tmp_path: Path):
     rows = [{"prompt": f"question {n} of many", "completion": f"the answer to number {n}"} for n in range(30)]
     rows[4]["prompt"] += ", hint: the answer to number 4"

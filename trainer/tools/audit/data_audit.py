@@ -64,7 +64,9 @@ class _Scan:
         """Read all rows once."""
         parts: list[tuple[Any, ...]] = []
         places: dict[str, int] = {}
-        start = 0
+        start, label = 0, self.reader.label
+        # Tags of words are lists, and no classes of rows.
+        has_class = label is not None and not hasattr(self.split.rows.features[label], "feature")
         for batch in self.reader.batches(self.split.rows):
             found = [script(row.text[:2000]) for row in batch]
             codes = [places.setdefault(name, len(places)) for name in found]
@@ -82,7 +84,7 @@ class _Scan:
                 answer = row.answer.strip()
                 if len(answer) >= _LEAST_ANSWER and answer in row.prompt:
                     self.answered.append(start + place)
-                if row.label and len(self.classes) <= _FEW * 1000:
+                if has_class and row.label and len(self.classes) <= _FEW * 1000:
                     self.classes[row.label] += 1
             start += len(batch)
         if parts:
