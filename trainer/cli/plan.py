@@ -161,7 +161,7 @@ def plan(
     from trainer.tools.plan.request import PlanRequest
     from trainer.tools.plan.shapes import known_shapes
 
-    limits = MachineLimits(within, at_most, prices, spot, everything, rates)
+    limits = MachineLimits(within, at_most, prices, spot, everything, rates, plans)
     if gpus.strip().lower() == ANY:
         require_unused({
             "--nodes": nodes > 1, "--link": link, "--network": network, "--host-memory": host_memory,

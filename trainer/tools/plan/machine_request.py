@@ -26,6 +26,7 @@ class MachineRequest:
     prices: Path | None = None
     spot: float | None = None  # the mean hours between two interruptions of a machine
     rates: str | None = None  # the file of corrected rates; None: that of the user's cache
+    most_plans: int = 60
 
     @classmethod
     def of(
@@ -39,7 +40,9 @@ class MachineRequest:
         within = None if limits.within is None else hours_of("--within", limits.within)
         at_most = limits.at_most and budget(limits.at_most, Prices.read(limits.prices).currency)
         spot = None if limits.spot is None else hours_of("--spot", limits.spot)
-        return cls(recipe, overrides, length, rows, within, at_most or None, limits.prices, spot, limits.rates)
+        return cls(
+            recipe, overrides, length, rows, within, at_most or None, limits.prices, spot, limits.rates, limits.plans
+        )
 
     def allows(self, hours: float, price: float | None) -> bool:
         """Return whether a choice is within the limits; one without a price is outside of a budget."""
@@ -71,6 +74,7 @@ class MachineLimits:
     spot: str | None = None
     everything: bool = False
     rates: str | None = None  # also of other devices
+    plans: int = 60
 
     def require_any(self, gpus: str) -> None:
         """Refuse the options beside other devices than `any`."""

@@ -109,6 +109,7 @@ class MachineSearch:
         self._given = {word.partition("=")[0] for word in request.overrides}
         self._known: dict[tuple[Any, ...], _Fitting | TrainerError] = {}
         self._length = request.length or tokens_of(resolved.recipe)
+        self._full: set[str] = set()  # devices that do not hold all rows of a rank under some layout
         self.num_plans = 0
 
     def choices(self, devices: Sequence[Devices], nodes: int) -> Iterator[tuple[Devices, _Fitting | str]]:
@@ -160,10 +161,14 @@ class MachineSearch:
             return replace(found.made, devices=device).fits
 
         try:
+            first, last = 1, len(sizes) - 1
+            # Where all rows did not fit before, the smallest size comes first: it often shows that none fits.
+            if (device.name in self._full and not fits(last)) or (not last and not fits(0)):
+                return _NONE_FITS
             if fits(0):
                 return tried[0]
-            first, last = 1, len(sizes) - 1
-            if not last or not fits(last):
+            self._full.add(device.name)
+            if not fits(last):
                 return _NONE_FITS
             # Memory grows with rows about linearly, so that two plans give a guess that another plan verifies.
             while (index := _guess(tried, [rows for rows, _ in sizes], first, last, device)) < last:
@@ -193,6 +198,8 @@ class MachineSearch:
         fused = device.machine is not None and device.machine.runs_kernels
         key = (words, device.number, nodes, fused)
         if key not in self._known:
+            if self.num_plans >= self._request.most_plans:
+                raise UsageError("not planned; --plans N allows more plans")
             self.num_plans += 1
             reference = parse_devices(f"{device.number}x{_REFERENCES[fused]}")
             try:
