@@ -65,7 +65,7 @@ def test_keys_and_options_of_the_user_are_taken(capsys: pytest.CaptureFixture[st
     assert (recipe.precision, recipe.training.epochs, recipe.optimizer.learning_rate) == ("bf16", 1, 2e-5)
     assert recipe.data.max_length == 16  # by bytes, because the tokenizer is on the hub
     shown = capsys.readouterr().out
-    assert "batch     rows of a step: 16; at most 8 in a forward pass, a guess: " in shown
+    assert "batch     rows of a step: 16; at most 16 in a forward pass, planned: " in shown
     assert "is read with semicolons" in shown
 
 

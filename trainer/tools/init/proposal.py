@@ -32,6 +32,7 @@ from trainer.tools.init.shapes import Shape, names_read, notes, shapes, unlearna
 from trainer.tools.init.sources import devices_here, folder_name
 from trainer.tools.plan.hardware import Devices, parse_devices
 from trainer.tools.plan.recipe_plan import halves, plan_recipe
+from trainer.tools.plan.shapes import shaped, shipped_models
 from trainer.tools.writing import recipe_name
 from trainer.training.run_data import PreparedData
 
@@ -328,14 +329,13 @@ def _most_tokens(draft: Draft) -> int | None:
     """Return the most tokens of a text that the model takes; None: the user gives it, or there are no texts."""
     if "data.max_length" in draft.request.given:
         return None
-    recipe, most = draft.resolved().recipe, _LENGTHS[-1]
-    if recipe.task.other_inputs is not None:
+    plan, most = plan_run(draft.resolved(["training.micro_batch_size=1"]).recipe, 1), _LENGTHS[-1]
+    if plan.recipe.task.other_inputs is not None:
         return None
-    model = recipe.model
     has_model, has_tokenizer = _is_here(draft)
-    if has_model:
-        most = min(most, max_positions(load_config(model, {})) or most)
-    return min(most, int(load_tokenizer(model).model_max_length)) if has_tokenizer else most
+    if has_model or shipped_models(plan.recipe):
+        most = min(most, max_positions(load_config(shaped(plan).recipe.model, {})) or most)
+    return min(most, int(load_tokenizer(plan.recipe.model).model_max_length)) if has_tokenizer else most
 
 
 def _is_here(draft: Draft) -> tuple[bool, bool]:
