@@ -32,8 +32,8 @@ from rich.text import Text
 
 from trainer.base.disk import replace_text
 from trainer.tools.compare.comparison_page import EQUAL
-from trainer.tools.compare.trial_results import difference
 from trainer.tools.report.figures import COLOURS, ranges
+from trainer.tools.tolerances import difference
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES = ROOT / "docs" / "pictures"

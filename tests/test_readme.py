@@ -56,6 +56,18 @@ ELSEWHERE = {
     "trainer compare bert_sample --processes 2": "tests/tools/compare/test_compare.py::def test_on_two_ranks",
     "trainer compare bert_sample optimizer.learning_rate=1e-3,2e-3 training.micro_batch_size=12,24 --processes 2"
     " --steps 10": "tests/tools/compare/test_compare.py::def test_values_make_a_grid",
+    'trainer certify bert_sample --layouts "fsdp; tensor=2; zero3" --steps 8': (
+        "tests/tools/certificate/test_certifying.py::def test_as_a_user"
+    ),
+    "trainer certify runs/before runs/after": "tests/tools/certificate/test_certifying.py::def test_two_recorded_runs",
+    "trainer run bert_sample training.max_steps=4 logging.fingerprints=true checkpoint.folder=runs/before": (
+        "tests/tools/certificate/test_certifying.py::def test_two_recorded_runs"
+    ),
+    "trainer run bert_sample training.max_steps=4 logging.fingerprints=true checkpoint.folder=runs/after": (
+        "tests/tools/certificate/test_certifying.py::def test_two_recorded_runs"
+    ),
+    "trainer run bert_sample --processes 2 logging.fingerprints=true training.max_steps=4"
+    " checkpoint.folder=runs/recorded": "tests/tools/certificate/test_certifying.py::def test_two_recorded_runs",
     "trainer search bert_sample optimizer.learning_rate=1e-4..1e-2,log model.dropout=0,0.1 training.max_steps=24"
     " --trials 6": "tests/tools/search/test_search.py::def test_a_search_is_stopped_in_a_trial",
     "trainer audit bert_sample --write rows.csv -o audit.html": (

@@ -1047,8 +1047,8 @@ _ENGINE = [
         "noise_of_the_padded_length",
         "The scale of the noise on embeddings is that of the padded batch.",
         "features/embedding_noise/noise.py",
-        "lengths = keys.mask.sum(-1).clamp(min=1)",
-        "lengths = keys.mask.new_full((len(keys.mask),), num_positions)",
+        "lengths = mask.sum(-1).clamp(min=1)",
+        "lengths = mask.new_full((len(mask),), num_positions)",
         ("features/embedding_noise/test_embedding_noise.py",),
     ),
     Defect(

@@ -65,7 +65,7 @@ Kind = Literal[
     "update",  # an `OptimizerUpdate` (`engine/optimizers/base.py`), by the key that asks for it
     "schedule",  # a schedule of learning rates
     # The run
-    "run",  # a context manager around a run, which yields a `RunTool` (`training/run_tool.py`), for `around`
+    "run",  # a context manager around a run, or one with its key; it yields a `RunTool` (`training/run_tool.py`)
     "launch",  # a context manager around the start of local ranks, for `around`
     "rank",  # a context manager around the job of a local rank, in its process, for `around`
     "launcher",  # a `LauncherFeature` (`ranks/environment.py`), with the prefix of its variables
@@ -175,10 +175,11 @@ def rows_of(kind: Kind, row_type: type[Row]) -> dict[str, Row]:
 
 
 @contextmanager
-def around(kind: Literal["run", "launch", "rank"], *arguments: Any) -> Iterator[list[Any]]:
-    """Enter the context managers of a kind, each built from `arguments`; yield their values."""
+def around(kind: Literal["run", "launch", "rank"], *arguments: Any, asked: Sequence[Any] = ()) -> Iterator[list[Any]]:
+    """Enter the context managers of a kind, each built from `arguments`, and those `asked` for; yield their values."""
     with ExitStack() as stack:
-        yield [stack.enter_context(resolved(row.value)(*arguments)) for row in registered(kind)]
+        always = [resolved(row.value) for row in registered(kind) if "." not in row.name]
+        yield [stack.enter_context(build(*arguments)) for build in (*always, *asked)]
 
 
 def packages() -> dict[str, str]:

@@ -249,14 +249,9 @@ class DropoutKeys:
         return keys
 
     @property
-    def flat(self) -> FlatRows | None:
-        """The tokens of the current microbatch, if layers process them without padding."""
-        return self._now.draws.key.flat if self._now.draws else None
-
-    @property
-    def mask(self) -> Tensor | None:
-        """The mask of the tokens of the current microbatch; see `MicrobatchKey`."""
-        return self._now.draws.key.mask if self._now.draws else None
+    def key(self) -> MicrobatchKey | None:
+        """The key of the current microbatch; None outside of one."""
+        return self._now.draws.key if self._now.draws else None
 
     def _next_row_keys(self, site: str) -> Tensor:
         draws = self._now.draws
@@ -386,7 +381,8 @@ class DropoutSite:
         return self._streams(shape, keys).mask(probability).view(tuple(shape))
 
     def _streams(self, shape: Sequence[int], keys: Tensor | None) -> _Streams:
-        flat = self.keys.flat if self.flat else None
+        key = self.keys.key if self.flat else None
+        flat = key.flat if key else None
         if flat is not None:
             keys = self.keys.row_keys(self.name, (flat.shape[0], *shape[1:]))
             return _Streams(tuple(shape), self.offsets(shape), keys, (flat.rows, flat.positions))

@@ -16,6 +16,7 @@ from trainer.observe.records import Compilation, EndRecord
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.ranks.stopping import StopRequest
 from trainer.recipe.plan import RunPlan, plan_run
+from trainer.recipe.registered import asked_for
 from trainer.training.assembly import Assembly, assemble
 from trainer.training.checking import prepare_checked
 from trainer.training.describing import DescribedModels
@@ -62,7 +63,7 @@ def train(
     recipe = plan.recipe
     with (
         open_session(recipe, environment, observer, callbacks) as session,
-        extensions.around("run", resolved, environment) as tools,
+        extensions.around("run", resolved, environment, asked=asked_for("run", recipe)) as tools,
     ):
         # The order matters. Ranks agree before anything slow, read data before the process group exists, and take the
         # folder once all of them are there.

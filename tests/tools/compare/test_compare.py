@@ -28,9 +28,10 @@ from trainer.tools.compare import turns
 from trainer.tools.compare.comparison_page import write_page
 from trainer.tools.compare.contestants import contestants, kind_of
 from trainer.tools.compare.result_table import table
-from trainer.tools.compare.trial_results import TOLERANCES, results, warm_up
+from trainer.tools.compare.trial_results import results, warm_up
 from trainer.tools.compare.turns import Comparison
 from trainer.tools.run_metrics import read_metrics
+from trainer.tools.tolerances import TOLERANCES
 
 
 def names(words: list[str], processes: int = 2, file: Path | None = None, gpus: int = 0) -> list[str]:

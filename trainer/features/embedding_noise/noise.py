@@ -60,9 +60,10 @@ def _noise(embedded: Tensor, keys: DropoutKeys, alpha: float) -> Tensor:
     of_tokens = element_keys(keys.row_keys(_SITE, embedded.shape), [num_positions], [0])
     # The middle of each level, so the mean of the noise is 0.
     levels = random_lanes(of_tokens, width).float().add_(0.5)
-    if keys.mask is None:
+    mask = keys.key.mask if keys.key else None
+    if mask is None:
         return levels.mul_(2 * alpha / sqrt(num_positions * width) / LANE_LEVELS).to(embedded.dtype)
     # The length of the row and not of the padded batch, so that padding does not change the noise.
-    lengths = keys.mask.sum(-1).clamp(min=1)
+    lengths = mask.sum(-1).clamp(min=1)
     scale = (lengths * width).rsqrt() * (2 * alpha / LANE_LEVELS)
     return levels.mul_(scale[:, None, None]).to(embedded.dtype)

@@ -14,9 +14,10 @@ from trainer.base.disk import replace_text
 from trainer.observe.records import StepRecord
 from trainer.tools.compare.probe import PARTS
 from trainer.tools.compare.result_table import HEADER, cells, remarks
-from trainer.tools.compare.trial_results import Result, difference
+from trainer.tools.compare.trial_results import Result
 from trainer.tools.report.figures import Curve, bars, curves, ranges
 from trainer.tools.report.page import Section, Table, render
+from trainer.tools.tolerances import difference
 
 _MIB = 2**-20
 EQUAL = 1e-9

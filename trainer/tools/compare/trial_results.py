@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any
@@ -22,14 +21,7 @@ from trainer.tools.compare.turns import Trial
 from trainer.tools.plan.hardware import parse_devices
 from trainer.tools.plan.pipeline_plan import plan_steps
 from trainer.tools.plan.recipe_plan import plan_recipe, tokens_of, traffic_by_axis
-
-TOLERANCES: Mapping[str, tuple[float, float]] = {
-    "fp32": (1e-5, 1e-4),
-    # The next number after 1 is 2**-10 away in fp16, and 2**-7 in bf16.
-    "fp16": (2**-10 / 8, 2**-10),
-    "bf16": (2**-7 / 8, 2**-7),
-}
-"""Relative tolerances of the loss and the gradient norm of a step (docs/numerics.md), the tightest first."""
+from trainer.tools.tolerances import difference, tolerance
 
 _MOST_WARM_UP = 5
 
@@ -132,14 +124,12 @@ def warm_up(steps: int) -> int:
 
 
 def _tolerance(recipe: Recipe) -> tuple[float, float]:
-    types = (recipe.precision, recipe.parallel.communication.gradients)
-    # Tuples compare by the loss first; the tolerances are listed from tight to wide in both numbers.
-    return max(*(TOLERANCES[name] for name in types), recipe.optimizer.tolerances or TOLERANCES["fp32"])
+    return tolerance((recipe.precision, recipe.parallel.communication.gradients), recipe.optimizer.tolerances)
 
 
 def _likeness(trial: Trial, first: Trial) -> Likeness:
     """Compare two trials that trained, so both have a recipe."""
-    tolerance = max(_tolerance(one.resolved.recipe) for one in (trial, first) if one.resolved)
+    limits = max(_tolerance(one.resolved.recipe) for one in (trial, first) if one.resolved)
     expected = {record.step: record for record in first.turns[0].steps}
     largest = [0.0, 0.0]
     leaves: int | None = None
@@ -147,18 +137,10 @@ def _likeness(trial: Trial, first: Trial) -> Likeness:
         reference = expected[record.step]
         found = difference(record.loss, reference.loss), difference(record.grad_norm, reference.grad_norm)
         largest = [max(pair) for pair in zip(largest, found, strict=True)]
-        if any(value > limit for value, limit in zip(found, tolerance, strict=True)):
+        if any(value > limit for value, limit in zip(found, limits, strict=True)):
             # Over all turns, the earliest step.
             leaves = min(record.step, leaves or record.step)
     return Likeness(largest[0], largest[1], leaves)
-
-
-def difference(value: float, reference: float) -> float:
-    """Return the difference of two values relative to the reference; infinite where only one of them is finite."""
-    if value == reference or (math.isnan(value) and math.isnan(reference)):
-        return 0.0
-    difference = abs(value - reference) / abs(reference) if reference else math.inf
-    return difference if math.isfinite(difference) else math.inf
 
 
 def with_plan(result: Result, trial: Trial, hardware: str | None) -> Result:

@@ -12,7 +12,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -35,7 +35,7 @@ _OUTPUT, _COMPLETE = "output.txt", "complete.json"
 
 
 @dataclass(frozen=True)
-class _Measurement:
+class Measurement:
     """The work of a rank: the training without checkpoints, with its output in a file."""
 
     output: Path
@@ -49,6 +49,17 @@ class _Measurement:
         probe = None if self.probed is None else Probe(self.probed, environment.rank, self.output.parent)
         with StopRequest() as stop:
             return train(resolved, environment, stop, saves=False, observer=probe).exit_code
+
+
+def measured_words(folder: Path, stop: int, unused: Iterable[str] = _UNUSED) -> dict[str, str]:
+    """Return the overrides of a training of `stop` steps that writes its records into a folder, and nothing else."""
+    return {
+        "training.stop_at_step": str(stop),
+        "checkpoint.folder": str(folder.resolve()),
+        **dict.fromkeys(unused, "null"),
+        "logging.every": "1 steps",
+        "logging.to": '["jsonl"]',
+    }
 
 
 @dataclass
@@ -137,16 +148,10 @@ class Comparison:
         shutil.rmtree(folder, ignore_errors=True)  # of a turn that was interrupted
         try:
             folder.mkdir(parents=True)
-            measured = {
-                "training.stop_at_step": str(stop),
-                "checkpoint.folder": str(folder.resolve()),
-                **dict.fromkeys(self._unused, "null"),
-                "logging.every": "1 steps",
-                "logging.to": '["jsonl"]',
-            }
+            measured = measured_words(folder, stop, self._unused)
             kept = [word for word in self._words(trial) if word.partition("=")[0] not in measured]
             resolved = load_recipe(self._recipe, [*kept, *(f"{key}={text}" for key, text in measured.items())])
-            job = _Measurement(folder / _OUTPUT, probed)
+            job = Measurement(folder / _OUTPUT, probed)
             code = run_on_fresh_ranks(resolved, trial.contestant.processes, job)
         except TrainerError as error:
             if error.exit_code == ExitCode.STOPPED:

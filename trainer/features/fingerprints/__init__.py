@@ -1,0 +1,1 @@
+"""Fingerprints of the first steps of a run: a few numbers of each tensor, equal under every layout."""

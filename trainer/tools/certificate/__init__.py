@@ -1,0 +1,1 @@
+"""`trainer certify`: whether layouts train the same, and the first tensor that differs."""
