@@ -93,7 +93,7 @@ def test_the_journey(scripts: Path, capsys: pytest.CaptureFixture[str]):
     assert len(SCRIPTS["journey.py"].splitlines()) <= 25
     runpy.run_path("journey.py")
     shown = capsys.readouterr().out
-    assert shown.startswith("[] True\n")
+    assert shown.startswith("[] True\n['truncated']\n")
     found = re.search(r"^\['optimizer.learning_rate=1e-[34]'\] \[None, \{'loss': (\S+), ", shown, re.MULTILINE)
     assert found is not None, shown
     assert float(found[1]) < 1e-5

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from trainer.api import (
         RunResult,
         assemble,
+        audit,
+        certify,
         check,
         compare,
         evaluate,
@@ -73,6 +75,8 @@ __all__ = [
     "UsageError",
     "__version__",
     "assemble",
+    "audit",
+    "certify",
     "check",
     "compare",
     "evaluate",

@@ -189,6 +189,7 @@ def export(
     adapter: bool = False,
     to: str = "safetensors",
     verify_rows: int = 0,
+    calibrate: bool = False,
     overrides: Sequence[str] = (),
 ) -> Exported:
     """Write the model of a checkpoint as a Hugging Face folder, as `trainer export` does.
@@ -201,18 +202,21 @@ def export(
         to: "safetensors", weights for transformers, or another registered format, such as a graph of "onnx".
         verify_rows: The rows of the validation split on which another process compares the folder with the trained
             model; 0: none.
+        calibrate: Whether to divide the logits of classes by the temperature that fits the validation split best.
         overrides: Keys of the recipe for these rows, such as "data.validation=FILE".
 
     Raises:
         NotTheTrainedModelError: The folder holds another model.
         TrainerError: The checkpoint is broken, or the folder cannot be written.
     """
+    from trainer.tools.calibrating import Calibration
     from trainer.tools.certify.verifying import Verification
     from trainer.use.export import exporting
 
     forbid_telemetry()
     command = f"trainer.export({str(run)!r}, {str(folder)!r}, verify_rows={verify_rows})"
-    asked = Verification(verify_rows, tuple(overrides), command) if verify_rows else None
+    verification = Verification(verify_rows, tuple(overrides), command) if verify_rows else None
+    asked = Calibration(tuple(overrides), verification) if calibrate else verification
     return exporting.export(Path(run), Path(folder), dtype, adapter=adapter, verification=asked, to=to)
 
 
@@ -377,6 +381,56 @@ def search(
         )  # fmt: skip
         _answer([*words, *overrides, *options])
         return _object((place / "search.json").read_text(encoding="utf-8"))
+
+
+def audit(
+    source: ResolvedRecipe | str | Path, overrides: Sequence[str] = (), *, write: str | Path | None = None
+) -> Mapping[str, Any]:
+    """Find the rows of a recipe, or of a run with `logging.rows`, that are repeated, damaged or likely wrong.
+
+    Args:
+        source: The result of `load_recipe`, a recipe file, a name, or the folder of a run.
+        overrides: Texts such as "data.train=FILE".
+        write: A CSV file of the rows to write, which `data.leave_out` takes.
+
+    Returns:
+        The object of `trainer audit --json`.
+
+    Raises:
+        TrainerError: The rows cannot be read, or the run has no record of them.
+    """
+    with _command("audit", source) as words:
+        return _object(_answer([*words, *overrides, *_options(write=write), "--json"], True))
+
+
+def certify(
+    recipe: ResolvedRecipe | str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    layouts: Sequence[str] = (),
+    steps: int = 8,
+    processes: int | None = None,
+    folder: str | Path | None = None,
+) -> Mapping[str, Any]:
+    """Certify that layouts of a recipe train the same, as `trainer certify` does.
+
+    Args:
+        recipe: The result of `load_recipe`, a recipe file, a name, or a recorded run or certificate.
+        overrides: Texts of all layouts, such as "precision=bf16"; or another record, to compare with the first one.
+        layouts: Layouts such as "fsdp" and "tensor=2".
+        steps: The steps of each layout.
+        processes: The ranks of each layout; None: one for each GPU, or one.
+        folder: For the certificate; None: `runs/NAME-certify`.
+
+    Returns:
+        The certificate, with the first tensor that differs for each layout that trains otherwise.
+
+    Raises:
+        TrainerError: No layout can start, or a record cannot be read.
+    """
+    options = _options(layouts="; ".join(layouts) or None, steps=steps, processes=processes, output=folder)
+    with _command("certify", recipe) as words:
+        return _object(_answer([*words, *overrides, *options, "--json"], True, (ExitCode.DONE, ExitCode.FAILED)))
 
 
 @contextmanager
