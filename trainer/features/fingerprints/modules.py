@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.features.fingerprints.numbers import Tokens
+from trainer.models.checkpointing import not_recorded
 from trainer.models.place import PlacedModel
 from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
 from trainer.parallel.groups import group_size, index_in_group
@@ -25,6 +26,7 @@ from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.pipeline.stand_ins import Absent
 from trainer.parallel.placement import CONTEXT_AXIS, TENSOR_AXIS
 from trainer.parallel.shards.slices import bounds_of_part, ranges_of_part
+from trainer.parallel.tensor.kinds import ShardedLinear
 from trainer.parallel.tensor.linear import ColumnParallelLinear
 
 _MASK = "attention_mask"  # the end of the names of inputs that are 1 for tokens
@@ -91,9 +93,13 @@ class ModuleRecorder:
         assert keys is not None, "a rule needs layout-invariant dropout"
         yield part.model.register_forward_pre_hook(self._enter, with_kwargs=True)
         yield part.model.register_forward_hook(self._leave)
-        for name, module in part.model.named_modules():
-            if name and not isinstance(module, Absent):
-                yield module.register_forward_hook(partial(self._take, name, keys))
+        # Products of an adapter inside of a sharded layer are parts of a sum over its ranks.
+        named = dict(part.model.named_modules())
+        sharded = tuple(f"{name}." for name, module in named.items() if isinstance(module, ShardedLinear))
+        for name, module in named.items():
+            if name and not isinstance(module, Absent) and not name.startswith(sharded):
+                # Unseen by selective recomputation, which runs no hooks, and repeats the products that it saw.
+                yield module.register_forward_hook(not_recorded(partial(self._take, name, keys)))
 
     def _enter(self, model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
         self._pass = _Pass({name: value for name, value in kwargs.items() if isinstance(value, Tensor)})
