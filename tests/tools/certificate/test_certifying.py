@@ -187,6 +187,12 @@ HONEST: dict[str, tuple[int, dict[str, Any]]] = {
         2, {"parallel": {"pipeline": {"stages": 2}}, "training": {"micro_batch_size": 2}},
     ),
     "padding-free": (2, {"data": {"padding_free": True}, "training": {"micro_batch_size": 2}}),
+    "selective recomputation": (
+        2, {"parallel": {"tensor": 2, "sequence": True}, "activation_checkpointing": "selective"},
+    ),
+    "an adapter under tensor ranks": (
+        2, {"parallel": {"tensor": 2}, "model": {"adapter": {"type": "lora", "rank": 4}}},
+    ),
 }  # fmt: skip
 
 
@@ -205,7 +211,8 @@ def result_of(
 @pytest.mark.parametrize("name", HONEST)
 def test_an_honest_layout_is_equal(name: str, ranks: RankPools, tmp_path: Path):
     number, sections = HONEST[name]
-    result = result_of(ranks, tmp_path, number, {"training": {"global_batch_size": 6, "micro_batch_size": 6}}, sections)
+    common = {"training": {"global_batch_size": 6, "micro_batch_size": 6}, "model": sections.get("model", {})}
+    result = result_of(ranks, tmp_path, number, common, sections)
     assert result.is_equal, result.sentence()
     assert result.comparison is not None
     assert result.comparison.steps == (1, 2)
