@@ -110,7 +110,7 @@ def lines(result: AuditResult) -> Iterator[str]:
 
 def _example(row: FoundRow) -> str:
     words = [f"row {row.row + 1}", row.detail]
-    if row.believed:
+    if row.believed != row.label and row.believed:
         words.append(f"{row.label} or {row.believed}?")
     shown = one_line(", ".join(filter(None, words)))
     text = one_line(row.text)
