@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -242,11 +242,41 @@ def find_machines(request: MachineRequest, resolved: ResolvedRecipe) -> MachineR
     with suppress(UsageError):
         require_described(shaped(plan_run(resolved.recipe, 1)))
     search = MachineSearch(request, resolved)
+    everything, reasons, steps = _on_all_sizes(search, request, prices)
+    if steps is None and (request.within is not None or request.at_most is not None):
+        raise UsageError(
+            "`--within` and `--at-most` need the steps of the training, but its rows are unknown; add --rows N or"
+            " training.max_steps=N"
+        )
+    within = sorted(
+        (one for one in everything if request.allows(one.hours, one.price)),
+        key=lambda one: request.order(one.hours, one.price),
+    )
+    best = [one for one in within if not any(one.is_beaten_by(other) for other in within)]
+    return MachineResult(
+        choices=[*best, *(one for one in within if one not in best)],
+        num_best=len(best),
+        outside=len(everything) - len(within),
+        left_out=_by_reason(reasons, {one.made.devices.name for one in everything}),
+        steps=steps,
+        prices=prices,
+        kept=request.overrides,
+        num_plans=search.num_plans,
+        seconds=time.perf_counter() - begin,
+        notes=[*shape_notes(resolved.recipe), *_rates_notes(everything)],
+        nearest=None if within else min(everything, key=lambda one: one.hours, default=None),
+    )
+
+
+def _on_all_sizes(
+    search: MachineSearch, request: MachineRequest, prices: Prices
+) -> tuple[list[MachineChoice], dict[str, str], int | None]:
+    """Return the choices of all devices and sizes, reasons against devices, and the steps of the training."""
+    names = [name for name in known_devices() if name != "CPU"]
     everything: list[MachineChoice] = []
     reasons: dict[str, str] = {}
     steps: int | None = None
     for local, nodes in _SIZES:
-        names = (name for name in known_devices() if name != "CPU")
         devices = [corrected(parse_devices(f"{local}x{name}"), request.rates) for name in names]
         for device, found in search.choices(devices, nodes):
             if isinstance(found, str):
@@ -257,36 +287,16 @@ def find_machines(request: MachineRequest, resolved: ResolvedRecipe) -> MachineR
         # A further machine adds messages between machines; one is enough if it ends in time.
         if local == 8 and any(request.allows(one.hours, one.price) for one in everything):
             break
-    if steps is None and (request.within is not None or request.at_most is not None):
-        raise UsageError(
-            "`--within` and `--at-most` need the steps of the training, but its rows are unknown; add --rows N or"
-            " training.max_steps=N"
-        )
-    within = [one for one in everything if request.allows(one.hours, one.price)]
-    best = [one for one in within if not any(one.is_beaten_by(other) for other in within)]
-    rest = [one for one in within if one not in best]
-    fitting = {one.made.devices.name for one in everything}
+    return everything, reasons, steps
+
+
+def _by_reason(reasons: Mapping[str, str], fitting: Container[str]) -> dict[str, list[str]]:
+    """Return the devices on which nothing fits, by the reason."""
     grouped: dict[str, list[str]] = {}
     for name, reason in reasons.items():
         if name not in fitting:
             grouped.setdefault(reason, []).append(name)
-
-    def order(one: MachineChoice) -> tuple[bool, float, float]:
-        return request.order(one.hours, one.price)
-
-    return MachineResult(
-        choices=[*sorted(best, key=order), *sorted(rest, key=order)],
-        num_best=len(best),
-        outside=len(everything) - len(within),
-        left_out=grouped,
-        steps=steps,
-        prices=prices,
-        kept=request.overrides,
-        num_plans=search.num_plans,
-        seconds=time.perf_counter() - begin,
-        notes=[*shape_notes(resolved.recipe), *_rates_notes(everything)],
-        nearest=None if within else min(everything, key=lambda one: one.hours, default=None),
-    )
+    return grouped
 
 
 def _rates_notes(choices: Sequence[MachineChoice]) -> list[str]:
