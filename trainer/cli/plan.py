@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from trainer.tools.plan.machine_request import MachineRequest
 
 _AUTO = "autox"  # before a device: the fewest of them
+_RUN = "trainer.cli.plan.run"
 
 
 def _measure(file: Path | None) -> None:
@@ -39,13 +40,24 @@ def _measure(file: Path | None) -> None:
 
 
 def _calibrate(context: typer.Context, run: Path | None) -> None:
-    if run is None:
-        return
+    """Calibrate by a run, or leave that to `_rates`: click calls the callbacks in the order of the command line."""
+    if run is not None and "rates" in context.params:
+        _correct(run, context.params["rates"])
+    context.meta[_RUN] = run
+
+
+def _rates(context: typer.Context, rates: str | None) -> str | None:
+    if (run := context.meta.get(_RUN)) is not None:
+        _correct(run, rates)
+    return rates
+
+
+def _correct(run: Path, rates: str | None) -> None:
     from trainer.base.collector import importing
     from trainer.base.errors import UsageError
     from trainer.tools.plan.rates import NO_RATES, rates_file
 
-    file = rates_file(context.params.get("rates"))
+    file = rates_file(rates)
     if file is None:
         raise UsageError(f"`--rates` is {NO_RATES}, but `--calibrate` writes a file of rates; name it, or leave it out")
     with importing():
@@ -113,6 +125,7 @@ def plan(
         typer.Option(
             metavar="FILE",
             is_eager=True,
+            callback=_rates,
             help="Corrected rates that --calibrate wrote; `none` leaves them out, the default is a file of the cache.",
         ),
     ] = None,

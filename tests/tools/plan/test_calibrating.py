@@ -77,6 +77,7 @@ def test_wrong_runs_and_files_are_refused(run: Path, tmp_path: Path, capsys: pyt
     lines = (run / "metrics.jsonl").read_text().replace("NVIDIA H200", "Toaster")
     (run / "metrics.jsonl").write_text(lines)
     assert main(["plan", "--rates", "none", "--calibrate", str(run)]) == 2
+    assert main(["plan", "--calibrate", str(run), "--rates", "none"]) == 2  # in any order
     assert main(["plan", "--rates", str(tmp_path / "r.json"), "--calibrate", str(run)]) == 2
     assert "ran on 'Toaster', which is no device with known rates" in capsys.readouterr().err
     (run / "metrics.jsonl").write_text("\n".join(lines.replace("Toaster", "NVIDIA H200").splitlines()[:2]) + "\n")
