@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.features.fingerprints.recorded import record
 from tests.helpers import processes, warm
 from tests.helpers.ranks import RankPools
 from tests.helpers.tiny_run import write_tiny_run
+from tests.helpers.training import TINY_BERT
 from trainer.base.errors import ExitCode, UsageError
 from trainer.cli import main
 from trainer.tools.certificate.certifying import JSON, MOST_STEPS, PAGE, beside, certify_records
@@ -197,14 +199,19 @@ HONEST: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def result_of(
-    ranks: RankPools, folder: Path, number: int, common: dict[str, Any], sections: dict[str, Any]
+    ranks: RankPools,
+    folder: Path,
+    number: int,
+    common: dict[str, Any],
+    sections: dict[str, Any],
+    num_rows: int = ROWS,
 ) -> LayoutResult:
     """Return the result of a layout without a fault."""
     merged = {**common, **sections}
     for key in common.keys() & sections.keys():
         merged[key] = {**common[key], **sections[key]}
-    ranks(number).run(record, folder / "layout", merged, num_rows=ROWS)
-    ranks(1).run(record, folder / "reference", common, num_rows=ROWS)
+    ranks(number).run(record, folder / "layout", merged, num_rows=num_rows)
+    ranks(1).run(record, folder / "reference", common, num_rows=num_rows)
     return beside("layout", number, read_recording(folder / "layout"), read_recording(folder / "reference"))
 
 
@@ -217,6 +224,50 @@ def test_an_honest_layout_is_equal(name: str, ranks: RankPools, tmp_path: Path):
     assert result.comparison is not None
     assert result.comparison.steps == (1, 2)
     assert not result.comparison.not_compared
+
+
+def _many_layouts() -> dict[str, tuple[int, dict[str, Any]]]:
+    """Return ranks and sections of many layouts, by their names."""
+    found: dict[str, tuple[int, dict[str, Any]]] = {}
+
+    def add(name: str, number: int, parallel: dict[str, Any], micro: int = 12, **others: Any) -> None:
+        found[name] = number, {"parallel": parallel, "training": {"micro_batch_size": micro}, **others}
+
+    for strategy, number, micro in product(("ddp", "fsdp", "zero1", "zero2", "zero3"), (2, 3), (1, 12)):
+        add(f"{strategy}, {number} ranks, microbatches of {micro}", number, {"strategy": strategy}, micro)
+    add("hsdp", 4, {"strategy": "hsdp", "shard": 2})
+    for strategy in ("fsdp", "zero1", "zero2"):
+        add(f"tensor and {strategy}", 4, {"strategy": strategy, "tensor": 2})
+    add("tensor, sequence and fsdp", 4, {"strategy": "fsdp", "tensor": 2, "sequence": True}, 2)
+    add("context", 2, {"context": 2})
+    add("context and fsdp", 4, {"context": 2, "strategy": "fsdp"})
+    for schedule in ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble"):
+        add(schedule, 2, {"pipeline": {"stages": 2, "schedule": schedule}}, 2)
+    add("stages and ddp", 4, {"pipeline": {"stages": 2}}, 2)
+    add("stages and tensor", 4, {"pipeline": {"stages": 2}, "tensor": 2}, 2)
+    for name, parallel in (("fsdp", {"strategy": "fsdp"}), ("tensor", {"tensor": 2}), ("zero3", {"strategy": "zero3"})):
+        add(f"{name} in bf16", 2, parallel, precision="bf16")
+    return found
+
+
+MANY = _many_layouts()
+
+
+def test_there_are_forty_honest_layouts():
+    assert len(HONEST) + len(MANY) >= 40
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", MANY)
+def test_many_honest_layouts_are_equal(name: str, ranks: RankPools, tmp_path: Path):
+    number, sections = MANY[name]
+    common = {
+        "training": {"global_batch_size": 12, "micro_batch_size": 12},
+        "model": {"config": {**TINY_BERT, "num_hidden_layers": 4}},
+        "precision": sections.get("precision", "fp32"),
+    }
+    result = result_of(ranks, tmp_path, number, common, sections, num_rows=25)
+    assert result.is_equal, result.sentence()
 
 
 def test_the_steps_are_those_that_are_recorded():
