@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
-from torch._subclasses import FakeTensor
 
 from trainer.base.errors import UsageError
 from trainer.engine.forward import ModelForward
@@ -61,7 +60,7 @@ class RowRecorder:
                 "`logging.rows` must be false for a loss of rows that depends on the other rows of a batch, but is"
                 " true; set it to false"
             )
-        if isinstance(scores, FakeTensor):  # of a plan
+        if type(scores) is not Tensor:  # a plan has tensors of another class, without values
             return
         labels = microbatch.labels.to(scores.device)
         self._kind = self._kind or kind_of(task, scores, labels)
