@@ -31,8 +31,8 @@ LIGHT = [
     ["recipes"],
     ["recipes", "show", "bert_base_mrpc"],
     ["schema"],
-    ["check", "bert_base_mrpc", "training.epochs=1"],
-    ["check", "bert_base_mrpc", "parallel.pipeline.stages=2", "--processes", "8"],
+    ["check", "bert_base_mrpc", "training.epochs=1", "--quick"],
+    ["check", "bert_base_mrpc", "parallel.pipeline.stages=2", "--processes", "8", "--quick"],
     ["export", "--help"],
     ["doctor", "--help"],
     ["run", "bert_base_mrpc", "training.epoch=1"],
@@ -160,7 +160,7 @@ def test_check_as_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_check_draws_the_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     keys = ["parallel.strategy=fsdp", "parallel.pipeline.stages=2", "parallel.tensor=2"]
-    assert main(["check", "bert_base_mrpc", *keys, "--processes", "8"]) == 0
+    assert main(["check", "bert_base_mrpc", *keys, "--processes", "8", "--quick"]) == 0
     table, layout = "\n".join(layout_of(capsys)).split("\n\n")[-2:]
     assert table.splitlines()[0] == "rank  stage  shard  tensor"
     assert table.splitlines()[-1] == "7     1      1      1"
@@ -230,7 +230,7 @@ def test_check_refuses_more_stages_than_layers(capsys: pytest.CaptureFixture[str
 
 def test_check_as_json_holds_the_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
     keys = ["parallel.pipeline.stages=2", "parallel.pipeline.schedule=interleaved_1f1b"]
-    assert main(["check", "bert_base_mrpc", *keys, "--json", "--processes", "2"]) == 0
+    assert main(["check", "bert_base_mrpc", *keys, "--json", "--processes", "2", "--quick"]) == 0
     assert json.loads(capsys.readouterr().out)["pipeline"] == {
         "schedule": "interleaved_1f1b",
         "num_ranks": 2,
