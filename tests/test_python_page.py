@@ -97,10 +97,9 @@ def test_the_journey(scripts: Path, capsys: pytest.CaptureFixture[str]):
     found = re.search(r"^\['optimizer.learning_rate=1e-[34]'\] \[None, \{'loss': (\S+), ", shown, re.MULTILINE)
     assert found is not None, shown
     assert float(found[1]) < 1e-5
-    metric, row, exported = shown.splitlines()[-3:]
-    assert 0 < float(metric) < 1
-    assert re.fullmatch(r"\w+ \{'\w+': 0\.\d+, '\w+': 0\.\d+\}", row)
-    assert Path(exported) == scripts / "exported"
+    assert re.search(r"^0\.\d+$", shown, re.MULTILINE), shown
+    assert re.search(r"^\w+ \{'\w+': 0\.\d+, '\w+': 0\.\d+\}$", shown, re.MULTILINE), shown
+    assert Path(shown.splitlines()[-1]) == scripts / "exported"
     assert (scripts / "exported" / "model.safetensors").exists()
 
 

@@ -45,6 +45,7 @@ SLOW = {
     "tests/features/kernels/test_compiled_kernels.py::test_every_kernel": "some kernels of large heads take minutes",
     "tests/parity/test_parity.py::TestTheTestCanFail::test_a_planted_mistake": "new ranks for each mistake",
     "tests/training/test_compiled.py::test_a_compiled_run": "each layer is traced and compiled",
+    "tests/test_python_page.py::test_the_journey": "nine commands, most of them programs of their own",
     "tests/test_readme.py::test_a_page_can_be_followed": "each training of a page, one after the other",
 }
 """Tests, without parameters, that take more than 30 s on the reference, and why."""

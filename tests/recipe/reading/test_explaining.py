@@ -152,7 +152,7 @@ def test_files_are_strict_on_lists(problems: Callable[..., list[str]], minimal: 
         (
             'task.metrics=["acuracy"]',
             '`task.metrics[0]` is "acuracy"; did you mean "accuracy"? Values are accuracy, f1, f1_macro, f1_micro,'
-            " f1_weighted, matthews and 21 more",
+            " f1_weighted, matthews and 25 more",
         ),
         (
             'task.text=["a", "b", "c"]',

@@ -243,7 +243,7 @@ def test_all_problems_are_reported_at_once_in_the_order_of_the_file(problems: Ca
         'r.json:2:11: `name` must be 1 to 100 letters, digits, `.`, `_` and `-`, a letter or digit first, but is "a b"',
         'r.json:3:55: `task.text` has the column "a" twice; a pair needs two columns',
         'r.json:3:79: `task.metrics[0]` is "accurcy"; did you mean "accuracy"? Values are accuracy, f1, f1_macro,'
-        " f1_micro, f1_weighted, matthews and 21 more",
+        " f1_micro, f1_weighted, matthews and 25 more",
         "r.json:4:12: `model.name_or_path` is missing; set it, or `model.config` for random weights",
         "r.json:5:62: `data.train` must be text that is not blank, but is null",
         "r.json:5:86: `data.subset` is a duplicate key in one object; first at r.json:5:68",

@@ -231,7 +231,7 @@ def test_as_a_user_in_a_process_that_lacks_this_project(tmp_path, trained, to):
     export_ = [str(part) for part in ("export", trained, tmp_path / "out")]
     ended = processes.finish(warm.start([*export_, "data.validation=other"]))
     assert ended.returncode == ExitCode.USER
-    assert "which only --verify reads; add --verify, or remove it" in ended.stderr
+    assert "which only --verify and --calibrate read; add one of them" in ended.stderr
     ended = processes.finish(warm.start([*export_, "--verify", "--to", to, "--rows", "4"]))
     assert ended.returncode == 0, ended.stderr
     assert "Another process, without `trainer`" in ended.stdout

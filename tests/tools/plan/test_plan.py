@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -307,7 +308,8 @@ def test_changes_that_fit_are_shown(recipe: Path, capsys: pytest.CaptureFixture[
     assert "It does not fit" in shown
     assert main([*arguments, f"1x{(needed - 2**20) / 2**20:.1f}MiB", "--changes", "0"]) == 0
     assert "change" not in capsys.readouterr().out
-    changes = shown.split("These changes make it fit")[1].split("\n", 1)[1].strip("\n").splitlines()
+    below = shown.split("These changes make it fit")[1].splitlines()[1:]
+    changes = list(takewhile(lambda line: line.startswith("  "), below))
     overrides = [line.split("  ")[1] for line in changes]
     assert 1 <= len(overrides) <= 3
     # it replaces the user's own override of the key
