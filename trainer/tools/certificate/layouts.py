@@ -71,7 +71,7 @@ def _override(word: str) -> str:
         if len(within) != 1:
             why = f"is a part of {', '.join(within)}" if within else "is neither a strategy nor a key"
             raise UsageError(
-                f"`--layouts` holds {word!r}, which {why}; write such as fsdp, tensor=2 or SECTION.KEY=VALUE"
+                f"`--layouts` holds {word!r}, which {why}; use fsdp, tensor=2 or SECTION.KEY=VALUE, for example"
             )
         (key,) = within
     return f"{key}={value}"
