@@ -42,7 +42,7 @@ def named_layouts(text: str, recipe: str, common: Sequence[str], processes: int 
                 words.append(_override(word))
         found.append(Contestant(tuple(words), _ranks(recipe, [*common, *words], number)))
     if not found:
-        raise UsageError(f"`--layouts` is {text!r}, which names no layout; write such as 'fsdp; tensor=2'")
+        raise UsageError(f"`--layouts` is {text!r}, which names no layout; name some, as in 'fsdp; tensor=2'")
     return found
 
 
@@ -80,7 +80,7 @@ def _override(word: str) -> str:
 def _number(word: str) -> int:
     text = word.partition("=")[2]
     if not text.isdecimal() or int(text) < 1:
-        raise UsageError(f"`--layouts` holds {word!r}, which must be a number of processes; write such as processes=2")
+        raise UsageError(f"`--layouts` holds {word!r}, which must be a number of processes; write processes=2, for example")
     return int(text)
 
 
