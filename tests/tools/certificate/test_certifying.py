@@ -208,7 +208,7 @@ def result_of(
 ) -> LayoutResult:
     """Return the result of a layout without a fault."""
     merged = {**common, **sections}
-    for key in common.keys() & sections.keys():
+    for key in common.keys() & sections.keys() - {"precision"}:
         merged[key] = {**common[key], **sections[key]}
     ranks(number).run(record, folder / "layout", merged, num_rows=num_rows)
     ranks(1).run(record, folder / "reference", common, num_rows=num_rows)
@@ -257,8 +257,9 @@ def test_there_are_forty_honest_layouts():
     assert len(HONEST) + len(MANY) >= 40
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", MANY)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "zero_bubble" else pytest.mark.nightly) for name in MANY]
+)
 def test_many_honest_layouts_are_equal(name: str, ranks: RankPools, tmp_path: Path):
     number, sections = MANY[name]
     common = {

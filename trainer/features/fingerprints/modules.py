@@ -118,10 +118,12 @@ class ModuleRecorder:
             return
         _add(self.forward, call, place, tensor, self._own, is_sum=False)
         if tensor.requires_grad:
-            tensor.register_hook(partial(self._take_gradient, call, place))  # type: ignore[no-untyped-call]
+            tensor.register_hook(partial(self._take_gradient, call, [place]))  # type: ignore[no-untyped-call]
 
-    def _take_gradient(self, call: Call, place: _Output, gradient: Tensor) -> None:
-        _add(self.backward, call, place, gradient, self._own, is_sum=True)
+    def _take_gradient(self, call: Call, places: list[_Output], gradient: Tensor) -> None:
+        # Once: a zero-bubble schedule computes the same gradient again for the weights.
+        if places:
+            _add(self.backward, call, places.pop(), gradient, self._own, is_sum=True)
 
     def _place(self, name: str, module: nn.Module, output: Tensor, key: MicrobatchKey) -> _Output | None:
         found = self._tokens(name, output, key)

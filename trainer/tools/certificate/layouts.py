@@ -80,7 +80,7 @@ def _override(word: str) -> str:
 def _number(word: str) -> int:
     text = word.partition("=")[2]
     if not text.isdecimal() or int(text) < 1:
-        raise UsageError(f"`--layouts` holds {word!r}, which must be a number of processes; write processes=2, for example")
+        raise UsageError(f"`--layouts` holds {word!r}, which must be a number of processes, as in processes=2")
     return int(text)
 
 
