@@ -151,6 +151,7 @@ def test_keys_that_hide_outputs_are_refused(word: str):
         load_recipe("bert_sample", ["logging.fingerprints=true", word])
 
 
+@pytest.mark.slow
 def test_runs_without_the_key_import_nothing_of_it():
     program = (
         "import sys, trainer.training.run, trainer.recipe.registered as r\n"

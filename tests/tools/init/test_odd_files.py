@@ -268,6 +268,7 @@ def test_a_head_of_other_classes_is_replaced(cache: Path, capsys: pytest.Capture
         assert load_recipe("a.yaml").recipe.model.new_head == is_new
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("status", "name"), [(200, "google/bert_uncased_L-4_H-256_A-4"), (503, models.SAMPLE)])
 def test_a_hub_that_answers_gives_the_default(
     status: int, name: str, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

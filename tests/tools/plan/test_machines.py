@@ -84,6 +84,7 @@ def test_choices_have_the_hours_and_prices_of_their_plans(recipe: str, tmp_path:
     assert row["price"] == pytest.approx(seconds * 1000 / 3600 * (1 + lost) * 1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_devices")
 def test_the_text_is_short_and_names_what_is_kept(recipe: str, capsys):
     assert main(["plan", recipe, "training.micro_batch_size=6", "--gpus", "any"]) == 0
