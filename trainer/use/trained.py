@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from trainer.base.extensions import registered
 from trainer.base.file_formats import file_formats
 from trainer.recipe.paths import shown_value
 from trainer.recipe.reading.files import RECIPE_FILE
-from trainer.recipe.reading.loading import ResolvedRecipe, load_recipe
+from trainer.recipe.reading.loading import ResolvedRecipe, load_recipe, load_values
 from trainer.recipe.schema import Data, FileData, Model
 from trainer.recipe.strategies import STRATEGIES
 
@@ -78,11 +77,7 @@ def load_trained(
     values["evaluation"] = {"batch_size": values.get("evaluation", {}).get("batch_size", 32)}
     notes = [] if evaluates else [f"model: {folder}"]  # an evaluation names it among its results
     notes += _set_strategy(values, overrides, num_ranks)
-    with tempfile.TemporaryDirectory(prefix="trainer-") as name:
-        file = Path(name) / RECIPE_FILE
-        file.write_text(json.dumps(values), encoding="utf-8")
-        # Through a file, so that overrides, rules and errors are those of any other recipe.
-        resolved = load_recipe(str(file), overrides)
+    resolved = load_values(values, overrides)
     if not evaluates:
         notes += _text_notes(resolved.recipe.data, overrides)
     return Trained(folder, resolved, tuple(notes), start)

@@ -6,8 +6,10 @@ command line (see `merging.py`). A `RecipeError` has all problems of a recipe, s
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,7 @@ from trainer.base.errors import RecipeError
 from trainer.base.file_formats import formats_by_ending
 from trainer.base.text import leaves, without_secrets
 from trainer.recipe.paths import KeyPath, dotted, is_url, shown_value
-from trainer.recipe.reading.files import read_file, read_text, recipe_endings, recipe_formats, shown_path
+from trainer.recipe.reading.files import RECIPE_FILE, read_file, read_text, recipe_endings, recipe_formats, shown_path
 from trainer.recipe.reading.keys import find_node, nearest_node, path_base_of, section_model
 from trainer.recipe.reading.merging import merged, with_default_kinds
 from trainer.recipe.reading.overrides import override_layer
@@ -83,6 +85,15 @@ def load_recipe(source: str, overrides: Sequence[str] = (), needs_data: bool = T
     if not needs_data:
         root = merged(_ANY_ROWS, root)
     return resolve(file, with_default_kinds(root), problems + override_problems, needs_data)
+
+
+def load_values(values: Mapping[str, Any], overrides: Sequence[str] = (), needs_data: bool = True) -> ResolvedRecipe:
+    """Load a recipe from plain values, such as those of a run, as `load_recipe` does from a file, with its errors."""
+    with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
+        file = Path(folder) / RECIPE_FILE
+        file.write_text(json.dumps(values), encoding="utf-8")
+        # Through a file, so that overrides, rules and errors are those of any other recipe.
+        return load_recipe(str(file), overrides, needs_data)
 
 
 def _find_recipe(source: str, folder: Path) -> Path:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shlex
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -16,10 +14,10 @@ from trainer.base.errors import UsageError
 from trainer.checkpoint.counters import Progress
 from trainer.data.hashing import row_digest
 from trainer.parallel.microbatch import IGNORED_LABEL
-from trainer.recipe.reading.loading import load_recipe
+from trainer.recipe.reading.loading import load_values
 from trainer.recipe.schema import Recipe
 from trainer.tasks.types import Dataset
-from trainer.tools.audit.data_audit import plain_columns
+from trainer.tools.audit.data_audit import MOST_DESCRIBED, plain_columns
 from trainer.tools.audit.findings import AuditResult, Finding, FoundRow
 from trainer.tools.audit.row_record import RowRecord, read_record
 from trainer.tools.audit.row_texts import RowText, TextReader, shortened
@@ -27,7 +25,6 @@ from trainer.tools.audit.scores import RowScores, confident_issues, scores_of
 from trainer.tools.report.runs import read_run
 from trainer.training.run_data import PreparedData, prepare_data, read_splits
 
-_MOST_DESCRIBED = 100_000
 _SPREADS = 3.0  # interquartile ranges above the upper quartile, of mean losses
 _FORGOTTEN = 2  # times
 
@@ -73,10 +70,7 @@ def recipe_of(folder: Path, overrides: Sequence[str]) -> Recipe:
     values = runs[-1].get("recipe") if runs else None
     if not isinstance(values, dict):
         raise UsageError(f"`RUN` must be a run with its recipe in metrics.jsonl, but {folder} has none; name another")
-    with tempfile.TemporaryDirectory(prefix="trainer-") as name:
-        file = Path(name) / "recipe.json"
-        file.write_text(json.dumps(values), encoding="utf-8")
-        return load_recipe(str(file), overrides).recipe
+    return load_values(values, overrides).recipe
 
 
 def row_numbers(record: RowRecord, data: PreparedData, recipe: Recipe) -> tuple[Rows, float]:
@@ -154,7 +148,7 @@ class _Described:
         source = self._data.task.preview.source_rows(self._data.train)
         numbers = rows if source is None else np.asarray(source)[rows]
         # The worst window stands for a row.
-        first = np.sort(np.unique(numbers, return_index=True)[1])[:_MOST_DESCRIBED]
+        first = np.sort(np.unique(numbers, return_index=True)[1])[:MOST_DESCRIBED]
         described = self._texts(rows[first], numbers[first])
         found = [
             FoundRow(

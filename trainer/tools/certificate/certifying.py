@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import platform
-import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,12 +27,11 @@ from trainer.tools.certificate.page import page
 from trainer.tools.certificate.recording import FOLDER, Recording, read_recording
 from trainer.tools.certificate.result import Certificate, LayoutResult, content_hash
 from trainer.tools.compare.contestants import Contestant
-from trainer.tools.compare.turns import Measurement, measured_words
+from trainer.tools.compare.turns import Measurement, folder_name, measured_recipe, measured_words
 
 MOST_STEPS = 16
 """The steps that `logging.fingerprints` records."""
 JSON, PAGE = "certificate.json", "certificate.html"
-_UNUSUAL = re.compile(r"[^\w.=-]+")  # in names of folders
 _MOST_BYTES = 1 << 26
 
 
@@ -182,14 +180,12 @@ def _layouts(request: CertifyRequest) -> list[Contestant]:
 
 def _train(request: CertifyRequest, contestant: Contestant, name: str, folder: Path, number: int) -> LayoutResult:
     """Train one layout; its result holds the recording, or the reason of its failure."""
-    place = folder / "runs" / f"{number}-{_UNUSUAL.sub('_', name)[:60]}"
+    place = folder / "runs" / f"{number}-{folder_name(name)}"
     shutil.rmtree(place, ignore_errors=True)
     try:
         place.mkdir(parents=True)
         measured = {**measured_words(place, request.steps), "logging.fingerprints": "true"}
-        words = [*request.overrides, *contestant.overrides]
-        kept = [word for word in words if word.partition("=")[0] not in measured]
-        resolved = load_recipe(request.recipe, [*kept, *(f"{key}={text}" for key, text in measured.items())])
+        resolved = measured_recipe(request.recipe, [*request.overrides, *contestant.overrides], measured)
         run_on_fresh_ranks(resolved, contestant.processes, Measurement(place / "output.txt", None))
         recording = read_recording(place)
     except TrainerError as error:

@@ -12,7 +12,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -60,6 +60,17 @@ def measured_words(folder: Path, stop: int, unused: Iterable[str] = _UNUSED) -> 
         "logging.every": "1 steps",
         "logging.to": '["jsonl"]',
     }
+
+
+def measured_recipe(recipe: str, words: Sequence[str], measured: Mapping[str, str]) -> ResolvedRecipe:
+    """Load a recipe with overrides; those of a measurement take precedence."""
+    kept = [word for word in words if word.partition("=")[0] not in measured]
+    return load_recipe(recipe, [*kept, *(f"{key}={text}" for key, text in measured.items())])
+
+
+def folder_name(name: str) -> str:
+    """Return the name of a contestant as a part of the name of a folder."""
+    return re.sub(r"[^\w.=-]+", "_", name)[:60]
 
 
 @dataclass
@@ -149,8 +160,7 @@ class Comparison:
         try:
             folder.mkdir(parents=True)
             measured = measured_words(folder, stop, self._unused)
-            kept = [word for word in self._words(trial) if word.partition("=")[0] not in measured]
-            resolved = load_recipe(self._recipe, [*kept, *(f"{key}={text}" for key, text in measured.items())])
+            resolved = measured_recipe(self._recipe, self._words(trial), measured)
             job = Measurement(folder / _OUTPUT, probed)
             code = run_on_fresh_ranks(resolved, trial.contestant.processes, job)
         except TrainerError as error:
@@ -195,8 +205,7 @@ class Comparison:
         assert trial.resolved is not None
         recipe = trial.resolved.recipe.model_dump(mode="json", exclude={"checkpoint", "logging"})
         facts = digest_of([recipe, trial.contestant.processes, self._steps, versions(), source_digest()])
-        name = re.sub(r"[^\w.=-]+", "_", trial.contestant.name)[:60]
-        return self.folder / "turns" / f"{name}-{facts[:8]}" / str(turn + 1)
+        return self.folder / "turns" / f"{folder_name(trial.contestant.name)}-{facts[:8]}" / str(turn + 1)
 
 
 def _redirect_output(place: Path) -> None:

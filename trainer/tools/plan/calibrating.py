@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 
 from trainer.base.errors import UsageError
 from trainer.base.text import aligned, size
-from trainer.recipe.reading.loading import load_recipe
+from trainer.recipe.reading.loading import load_values
 from trainer.tools.plan.hardware import device_named, parse_devices
 from trainer.tools.plan.rates import store_rate
 from trainer.tools.plan.recipe_plan import plan_recipe
@@ -67,12 +66,9 @@ def planned_run(folder: Path) -> PlannedRun:
             f"{str(folder)!r} must have logged steps from step {first} on, because earlier ones warm up, but it"
             f" ends at {run.last_step}; train it longer"
         )
-    with TemporaryDirectory() as temporary:
-        file = Path(temporary) / "recipe.json"
-        file.write_text(json.dumps(run.info.get("recipe")), encoding="utf-8")
-        resolved = load_recipe(str(file), needs_data=False)
-        length = mean_length(steps[-1], resolved.recipe)
-        made = plan_recipe(resolved, parse_devices(f"{ranks}x{name}"), 1, length)
+    resolved = load_values(run.info.get("recipe") or {}, needs_data=False)
+    length = mean_length(steps[-1], resolved.recipe)
+    made = plan_recipe(resolved, parse_devices(f"{ranks}x{name}"), 1, length)
     assert made.time is not None
     # On a CPU, the measured bytes are those of the process, with Python and torch.
     planned = made.needed if made.devices.is_cpu else made.heaviest.peak.num_bytes
