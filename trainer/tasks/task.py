@@ -25,8 +25,8 @@ from trainer.tasks.preview import RowPreview
 from trainer.tasks.types import Dataset, Encoded, EncodedRows, EvaluatedSplit, Tokenizer
 
 if TYPE_CHECKING:
+    from trainer.parallel.microbatch import TokenMasking
     from trainer.parallel.tensor.cross_entropy import VocabularyCut
-    from trainer.tasks.text.masking import Masking
     from trainer.tasks.text.packing import Packer
 
 _KEYS = {
@@ -490,7 +490,7 @@ class TextTask(Task):
         """Return notes for the user on how the task uses the tokenizer."""
         return []
 
-    def masking(self, tokenizer: Tokenizer, seed: int) -> Masking | None:
+    def masking(self, tokenizer: Tokenizer, seed: int) -> TokenMasking | None:
         """Return the masking that makes labels from tokens in each epoch; None if `encode` returns labels.
 
         Raises:

@@ -9,7 +9,8 @@ import pytest
 from trainer.base.errors import DataError
 from trainer.data.sources import Split, load_splits
 from trainer.data.tokenised_split import encode_split
-from trainer.recipe.schema import CausalLM, FileData, FolderData, MaskedLM
+from trainer.features.masked_lm.section import MaskedLM
+from trainer.recipe.schema import CausalLM, FileData, FolderData
 from trainer.tasks.registry import build_task
 
 IDS = [[5, 6, 7, 8], [9, 5], [6, 7, 8, 9, 5, 6]]

@@ -1,1 +1,1 @@
-"""Texts of tasks: columns, windows, words, spans, packing and masking."""
+"""Texts of tasks: columns, windows, words, spans and packing."""

@@ -10,8 +10,8 @@ import transformers
 
 from tests.helpers.training import TINY_BERT, VOCABULARY
 from trainer.base.errors import DataError
+from trainer.features.masked_lm.section import MaskedLM
 from trainer.parallel.microbatch import IGNORED_LABEL
-from trainer.recipe.schema import MaskedLM
 from trainer.tasks.registry import build_task
 
 WHERE = "`rows.jsonl`"

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from trainer.base.errors import UsageError
+from trainer.features.masked_lm.masking import Masking
 from trainer.parallel.microbatch import IGNORED_LABEL
-from trainer.tasks.text.masking import Masking
 
 MASK, SPECIAL, VOCABULARY = 4, 5, 1000  # ids below `SPECIAL` are special
 ROWS, LENGTH = 512, 256

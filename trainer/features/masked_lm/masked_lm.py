@@ -10,12 +10,12 @@ import numpy as np
 from torch import Tensor
 
 from trainer.base.errors import DataError
+from trainer.features.masked_lm.masking import Masking
 from trainer.parallel.microbatch import IGNORED_LABEL
 from trainer.parallel.tensor.cross_entropy import vocab_parallel_argmax
 from trainer.tasks.exported import Card
 from trainer.tasks.preview import Inputs, RowPreview, ShownToken
 from trainer.tasks.text.columns import cell, require_columns, require_text, tokenise
-from trainer.tasks.text.masking import Masking
 from trainer.tasks.text.token_ids import MASK, columns_of_ids, holds_ids, read_ids
 from trainer.tasks.token_labels import TokenLabels
 from trainer.tasks.types import Dataset, Encoded, EvaluatedSplit, Tokenizer

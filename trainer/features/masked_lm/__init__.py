@@ -1,0 +1,1 @@
+"""Masked language modelling, as in the pretraining of BERT."""
