@@ -100,6 +100,11 @@ def test_mfu_is_one_where_the_model_uses_the_whole_peak(clock):
         ("Tesla V100-SXM2-16GB", "fp16", 125),
         ("Tesla V100-PCIE-32GB", "fp16", 112),
         ("NVIDIA GeForce RTX 4090", "bf16", 165.2),
+        ("NVIDIA GeForce RTX 5090", "bf16", 209.5),
+        ("NVIDIA RTX 6000 Ada Generation", "bf16", 364.25),
+        ("NVIDIA GH200 480GB", "bf16", 989.5),
+        ("AMD Instinct MI300X", "bf16", 1307.4),
+        ("Tesla T4", "fp16", 65),
     ],
 )
 def test_peak_of_known_devices(name, precision, tera):
@@ -108,7 +113,8 @@ def test_peak_of_known_devices(name, precision, tera):
 
 @pytest.mark.parametrize(
     "name",
-    ["cpu", "NVIDIA L40", "NVIDIA A10G", "NVIDIA GH200 480GB", "NVIDIA GeForce RTX 4090 Laptop GPU",
+    ["cpu", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA RTX 5000 Ada Generation Laptop GPU", "NVIDIA GeForce RTX 4090 D",
+     "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition",
      "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA A800-SXM4-80GB", "Tesla V100S-PCIE-32GB"],
 )  # fmt: skip
 def test_no_peak_is_guessed(name):

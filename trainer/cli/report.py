@@ -25,7 +25,9 @@ def report(
     from trainer.tools.report.runs import read_runs
 
     if not plain:
-        say(str(write_report(runs, output)))
+        from trainer.tools.plan.calibrating import planned_runs
+
+        say(str(write_report(runs, output, planned=planned_runs(runs))))
         return
     from trainer.tools.report.plain import plain_lines
 

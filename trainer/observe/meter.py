@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import resource
 import sys
@@ -10,7 +11,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from trainer.observe.records import CHECKPOINT, COMPILATION, DEVICE, EVALUATION, ROWS, SAMPLING, STEP
 
@@ -46,39 +49,6 @@ class ModelSize:
         return of_parameters + 12 * self.num_layers * self.hidden_size * sequence_length
 
 
-@dataclass(frozen=True)
-class PeakFlops:
-    """Dense peak of one device in FLOP/s; None for a type that the device does not support.
-
-    `fp32` is the peak without TF32, which torch does not use by default.
-    """
-
-    fp32: float
-    fp16: float
-    bf16: float | None
-
-
-# Figures of the vendor's data sheets without sparsity, or half of the figure with sparsity if a sheet has no other. The
-# first pattern in the device's name counts. Variants with other figures come first or are excluded: a GPU slice (MIG)
-# and laptop chips match no pattern.
-_PEAK_FLOPS: tuple[tuple[str, PeakFlops], ...] = (
-    (r"\bB200\b", PeakFlops(fp32=75e12, fp16=2250e12, bf16=2250e12)),  # Blackwell data sheet, HGX B200
-    (r"\bH200 NVL\b", PeakFlops(fp32=60e12, fp16=835.5e12, bf16=835.5e12)),  # H200 data sheet
-    (r"\bH200\b", PeakFlops(fp32=67e12, fp16=989.5e12, bf16=989.5e12)),
-    (r"\bH100 NVL\b", PeakFlops(fp32=60e12, fp16=835.5e12, bf16=835.5e12)),  # H100 data sheet
-    (r"\bH100 PCIe\b", PeakFlops(fp32=51e12, fp16=756.5e12, bf16=756.5e12)),
-    (r"\bH100\b", PeakFlops(fp32=67e12, fp16=989.5e12, bf16=989.5e12)),
-    (r"\bA100\b", PeakFlops(fp32=19.5e12, fp16=312e12, bf16=312e12)),  # A100 data sheet
-    (r"\bL40S\b", PeakFlops(fp32=91.6e12, fp16=362.05e12, bf16=362.05e12)),  # L40S data sheet
-    (r"\bL4\b", PeakFlops(fp32=30.3e12, fp16=121e12, bf16=121e12)),  # L4 data sheet
-    (r"\bA10\b", PeakFlops(fp32=31.2e12, fp16=125e12, bf16=125e12)),  # A10 data sheet
-    (r"\bV100-PCIE\b", PeakFlops(fp32=14e12, fp16=112e12, bf16=None)),  # V100 data sheet
-    (r"\bV100-SXM2\b", PeakFlops(fp32=15.7e12, fp16=125e12, bf16=None)),
-    # Ada GPU architecture paper, appendix A: FP16 and BF16 with FP32 accumulation, which torch uses.
-    (r"\bRTX 4090$", PeakFlops(fp32=82.6e12, fp16=165.2e12, bf16=165.2e12)),
-)
-
-
 def peak_flops(device_name: str, precision: str) -> float | None:
     """Return the dense peak of one device in FLOP/s; None if it is unknown.
 
@@ -88,11 +58,19 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     """
     if " MIG " in device_name:
         return None
-    for pattern, peak in _PEAK_FLOPS:
-        if re.search(pattern, device_name):
-            flops: float | None = getattr(peak, precision)
-            return flops
-    return None
+    found = [row["teraflops"] for row in peaks().values() if re.search(row["names"], device_name)]
+    return 1e12 * found[0][precision] if found and precision in found[0] else None
+
+
+@cache
+def peaks() -> dict[str, Any]:
+    """Return the dense peaks of known devices in TFLOP/s by type, and a pattern of torch's names of each.
+
+    The figures are those of data sheets without sparsity, `fp32` without TF32. The first pattern that a name has
+    counts; a GPU slice (MIG) and laptop chips have none. The file lists variants with other figures first.
+    """
+    found: dict[str, Any] = json.loads((Path(__file__).parent / "peaks.json").read_text(encoding="utf-8"))
+    return found
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ class GrowingFile:
 
 def step_line(record: StepRecord) -> dict[str, float | str]:
     """Return a training line, without MFU: it is `tokens_per_second` times constants, and often unknown."""
-    values = record.numbers()
+    values = replace(record, more={}).numbers()
     del values["mfu"]
     return encode_numbers({name: value for name, value in values.items() if value is not None})
 
@@ -227,6 +227,7 @@ class MetricsFile(Observer):
             "rank_memory_bytes": record.rank_memory_bytes,
             "seconds": record.seconds,
             "mfu": record.mfu,
+            "more": encode_numbers(record.more),
         }
         more["sample"] = record.sample and asdict(record.sample)
         self._write({**step_line(record), **{name: value for name, value in more.items() if value}})

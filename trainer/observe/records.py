@@ -121,13 +121,14 @@ class StepRecord:
     padding: float | None = None  # share of the positions of texts since the last record; None: rows have none
     seconds: Mapping[str, float] = field(default_factory=dict)  # since the last record, by the parts of the wall time
     sample: SampledStep | None = None  # None: no step was sampled since the last record
+    more: Mapping[str, float] = field(default_factory=dict)  # of this step, by names of parts of the model
 
     def numbers(self) -> dict[str, Any]:
         """Return the values that are single numbers or None."""
         values = asdict(self)
         for name in ("rank_memory_bytes", "seconds", "sample"):
             del values[name]
-        return values
+        return {**values.pop("more"), **values}
 
 
 @dataclass(frozen=True)

@@ -137,8 +137,9 @@ def _record(line: dict[str, Any]) -> StepRecord | EvaluationRecord | LoggedRecor
         return BadStepRecord(step, **_decoded(bad), ranks=ranks, rows=rows)
     ranks = tuple(map(decoded_number, line.pop("rank_memory_bytes", ())))
     seconds, sample = finite_numbers(line.pop("seconds", {})), line.pop("sample", None)
+    more = _decoded(line.pop("more", {}))
     sampled = None if sample is None else SampledStep(**finite_numbers(sample))
-    return StepRecord(step, **_decoded(line), rank_memory_bytes=ranks, seconds=seconds, sample=sampled)
+    return StepRecord(step, **_decoded(line), rank_memory_bytes=ranks, seconds=seconds, sample=sampled, more=more)
 
 
 def _require_equal(values: Iterable[Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from trainer.base.text import size
 from trainer.observe.records import CHECKPOINT, COMPILATION, DEVICE, EVALUATION, ROWS, SAMPLING, STEP, StepRecord
 from trainer.recipe.schema import Recipe
 
@@ -37,6 +38,31 @@ class Planned:
     @property
     def fastest(self) -> float:
         return self.seconds if self.rounded is None else min(self.seconds, self.rounded)
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """The planned and the measured step of a run."""
+
+    device: str
+    ranks: int
+    length: int | None  # the mean tokens of a text, for which the step was planned
+    planned_seconds: float
+    measured_seconds: float
+    planned_bytes: int
+    measured_bytes: int
+
+    @property
+    def factor(self) -> float:
+        return self.measured_seconds / self.planned_seconds
+
+    def rows(self) -> Iterator[tuple[str, str, str, str]]:
+        """Yield the cells of a table."""
+        yield "", "planned", "measured", "ratio"
+        planned, measured = (f"{1000 * one:,.1f} ms" for one in (self.planned_seconds, self.measured_seconds))
+        yield "time of a step", planned, measured, f"{self.factor:.2f}"
+        held = f"{self.measured_bytes / self.planned_bytes:.2f}"
+        yield "peak memory", size(self.planned_bytes), size(self.measured_bytes), held
 
 
 def mean_length(record: StepRecord, recipe: Recipe) -> int | None:

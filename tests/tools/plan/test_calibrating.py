@@ -71,6 +71,12 @@ def test_the_next_plan_takes_the_measured_time_and_says_so(
     page = write_report([run], None).read_text()
     assert "Plan and measurement of run" in page
     assert "80.0 ms" in page
+    # Without that file, the report plans the run itself, and shows the same table.
+    table = page[page.index("Plan and measurement of run") :].split("</table>")[0]
+    (run / "planned.json").unlink()
+    assert "Plan and measurement" not in write_report([run], None).read_text()
+    assert main(["report", str(run)]) == 0
+    assert table in (run / "report.html").read_text()
 
 
 def test_wrong_runs_and_files_are_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

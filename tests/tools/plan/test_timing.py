@@ -18,11 +18,11 @@ from tests.helpers.training import TINY_DECODERS, TINY_TASKS
 from tests.tools.plan.measured import recipe_of
 from trainer.base.errors import UsageError
 from trainer.cli import main
-from trainer.observe.meter import peak_flops
+from trainer.observe.meter import peak_flops, peaks
 from trainer.recipe.plan import Layout, PipelinePlan, plan_run
 from trainer.recipe.schedules import SCHEDULES
 from trainer.tools.plan import hardware, measuring, reference
-from trainer.tools.plan.hardware import LIKELY, Cost, Machine, Speed, parse_devices
+from trainer.tools.plan.hardware import LIKELY, Cost, Machine, Speed, known_devices, parse_devices
 from trainer.tools.plan.ledger import GRADIENTS, PARAMETERS, POINT_TO_POINT, Ledger
 from trainer.tools.plan.pipeline_plan import plan_steps
 from trainer.tools.plan.plan_text import text_of
@@ -108,10 +108,9 @@ def test_tf32_multiplies_at_its_own_rate():
     keys = {"task": TINY_TASKS["causal_lm"].keys, "model": {"config": TINY_DECODERS["llama"], "tokenizer": "none"}}
     plan, fast = (plan_run(recipe_of({**keys, "tf32": tf32}), 1) for tf32 in (False, True))
     steps = plan_steps(plan, 16)
-    figures = json.loads((HARDWARE / "A100-80.json").read_text()) | {
-        "memory_gb_per_second": 1e9,
-        "operation_us": [1e-6] * 3,
-    }
+    machine = parse_devices("A100-80").machine
+    assert machine
+    figures = {**machine.figures, "memory_gb_per_second": 1e9, "operation_us": [1e-6] * 3}
     slow, quick = (step_time(one, steps, Machine("here", 1, "nvlink", 1.0, figures)) for one in (plan, fast))
     assert slow.likely / quick.likely == pytest.approx(156 / 19.5, rel=1e-2)  # the peaks of the data sheet
     assert quick.mfu == pytest.approx(slow.mfu, rel=1e-2)
@@ -334,8 +333,8 @@ def test_measured_costs_are_interpolated():
 @pytest.mark.parametrize(
     ("device", "name"),
     [("A100-80", "NVIDIA A100-SXM4-80GB"), ("H100", "NVIDIA H100 80GB HBM3"), ("V100-32", "Tesla V100-SXM2-32GB"),
-     ("H200", "NVIDIA H200"), ("B200", "NVIDIA B200"), ("L4", "NVIDIA L4"), ("L40S", "NVIDIA L40S"),
-     ("A10", "NVIDIA A10"), ("RTX-4090", "NVIDIA GeForce RTX 4090")],
+     ("RTX-4090", "NVIDIA GeForce RTX 4090"), ("RTX-6000-Ada", "NVIDIA RTX 6000 Ada Generation"),
+     ("MI300X", "AMD Instinct MI300X"), ("GH200", "NVIDIA GH200 480GB")],
 )  # fmt: skip
 def test_peaks_equal_the_meter(device: str, name: str):
     machine = parse_devices(device).machine
@@ -343,6 +342,14 @@ def test_peaks_equal_the_meter(device: str, name: str):
     for precision in ("fp32", "fp16", "bf16"):
         peak = peak_flops(name, precision)
         assert machine.figures["teraflops"].get(precision) == (peak and pytest.approx(peak / 1e12))
+
+
+def test_every_device_has_its_peaks_in_the_table_of_runs():
+    assert {*known_devices()} - {"CPU"} <= peaks().keys()
+    for name in known_devices():
+        machine = parse_devices(name).machine
+        assert machine is not None
+        assert machine.figures["sources"]["teraflops"]
 
 
 def test_links_and_networks():

@@ -3,45 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 
 from trainer.base.errors import UsageError
-from trainer.base.text import aligned, size
+from trainer.base.text import aligned
 from trainer.recipe.reading.loading import load_values
 from trainer.tools.plan.hardware import device_named, parse_devices
 from trainer.tools.plan.rates import store_rate
+from trainer.tools.plan.reachable import is_here
 from trainer.tools.plan.recipe_plan import plan_recipe
+from trainer.tools.plan.shapes import known_shapes
 from trainer.tools.report.runs import read_run
-from trainer.tools.utilisation import FIRST_STEP, PLANNED_FILE, mean_length
+from trainer.tools.utilisation import FIRST_STEP, PLANNED_FILE, PlannedRun, mean_length
 from trainer.tools.writing import write_over
-
-
-@dataclass(frozen=True)
-class PlannedRun:
-    """The planned and the measured step of a run."""
-
-    device: str
-    ranks: int
-    length: int | None  # the mean tokens of a text, for which the step was planned
-    planned_seconds: float
-    measured_seconds: float
-    planned_bytes: int
-    measured_bytes: int
-
-    @property
-    def factor(self) -> float:
-        return self.measured_seconds / self.planned_seconds
-
-    def rows(self) -> Iterator[tuple[str, str, str, str]]:
-        """Yield the cells of a table."""
-        yield "", "planned", "measured", "ratio"
-        planned, measured = (f"{1000 * one:,.1f} ms" for one in (self.planned_seconds, self.measured_seconds))
-        yield "time of a step", planned, measured, f"{self.factor:.2f}"
-        held = f"{self.measured_bytes / self.planned_bytes:.2f}"
-        yield "peak memory", size(self.planned_bytes), size(self.measured_bytes), held
 
 
 def planned_run(folder: Path) -> PlannedRun:
@@ -76,6 +54,18 @@ def planned_run(folder: Path) -> PlannedRun:
         name, ranks, length, made.time.likely, median(one.step_seconds for one in steps),
         planned, max(one.peak_memory_bytes for one in steps),
     )  # fmt: skip
+
+
+def planned_runs(folders: Iterable[Path]) -> dict[Path, PlannedRun]:
+    """Return the planned steps of runs, without those that cannot be planned here, or only after a download."""
+    found = {}
+    for folder in folders:
+        with suppress(Exception):  # a plan only completes a report
+            recipe = load_values(read_run(folder).info.get("recipe") or {}, needs_data=False).recipe
+            name = recipe.model.name_or_path
+            if name is None or name in known_shapes() or is_here(name, recipe.model.revision):
+                found[folder] = planned_run(folder)
+    return found
 
 
 def calibrate(folder: Path, file: Path) -> list[str]:

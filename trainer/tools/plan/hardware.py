@@ -13,6 +13,7 @@ from typing import Any
 
 from trainer.base.cgroup import machine_memory_bytes
 from trainer.base.errors import UsageError
+from trainer.observe.meter import peaks
 from trainer.ranks.environment import available_cores
 
 _FILES = Path(__file__).parent / "hardware"
@@ -389,6 +390,9 @@ def _figures(file: Path) -> dict[str, Any]:
         ) from error
     except ValueError as error:
         raise UsageError(f"`--gpus` names the file {file}, which is not JSON ({error}); measure again") from error
+    if file.parent == _FILES and (row := peaks().get(file.stem)):  # runs measure their share of the same peaks
+        figures = {**figures, "teraflops": row["teraflops"]}
+        figures["sources"] = {**figures["sources"], "teraflops": row["source"]}
     for key, is_valid in _KEYS.items():
         found = figures.get(key) if isinstance(figures, dict) else None
         if key == "memory_gb" and found is None and figures.get("device") == "cpu":

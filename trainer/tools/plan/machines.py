@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -16,13 +16,17 @@ from typing import Any, NamedTuple
 from trainer.base.errors import TrainerError, UsageError
 from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.reading.loading import ResolvedRecipe, load_recipe
+from trainer.recipe.schema import Recipe
+from trainer.tools.plan.derived import Law
 from trainer.tools.plan.hardware import Devices, known_devices, parse_devices
+from trainer.tools.plan.ledger import GRADIENTS, OPTIMIZER, PARAMETERS
 from trainer.tools.plan.machine_request import MachineRequest
 from trainer.tools.plan.prices import Prices
 from trainer.tools.plan.rates import corrected
 from trainer.tools.plan.recipe_plan import RecipePlan, cost_of, halves, plan_recipe, refusal, tokens_of
 from trainer.tools.plan.searching import changing, layouts
 from trainer.tools.plan.shapes import shape_notes, shaped
+from trainer.tools.plan.timing import COMMUNICATION
 from trainer.training.checking import require_described
 
 _SIZES = ((1, 1), (2, 1), (4, 1), (8, 1), (8, 2), (8, 4))  # devices of a machine, and machines
@@ -30,11 +34,20 @@ _REFERENCES = {True: "H100", False: "V100-32"}  # with the project's kernels, an
 _RECOMPUTED = "activation_checkpointing=full"
 _MICRO = "training.micro_batch_size"
 _NONE_FITS = "no layout that was tried fits"
+_BEYOND = 1.3  # of the memory: a microbatch beyond the law may fit although the law needs this much
+_WAITING = 0.05  # of a step: less waiting is not worth other layouts
+_ROUNDS = 4  # microbatches for each stage of a pipeline
+_MOST_TENSOR = 8
+_MOST_ZERO = 1  # plans of ZeRO in a search
+_MOST_CHECKED = 4  # of the best choices, which are simulated if they were derived
 _UNKNOWN_STEPS = 1000
 _RESTART_HOURS = 1 / 12
 """An assumption: five minutes until an interrupted run trains again."""
 
-MAY_VARY = ("parallel.strategy", "parallel.tensor", "parallel.sequence", _MICRO, "activation_checkpointing")
+MAY_VARY = (
+    "parallel.strategy", "parallel.tensor", "parallel.sequence", "parallel.pipeline.stages", "parallel.shard", _MICRO,
+    "activation_checkpointing",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -94,7 +107,7 @@ class MachineResult:
 
 
 class _Fitting(NamedTuple):
-    """A simulated step on a reference device, whose memory and operations hold for other devices."""
+    """A layout on a device."""
 
     overrides: tuple[str, ...]
     made: RecipePlan
@@ -107,9 +120,14 @@ class MachineSearch:
         self._request, self._resolved = request, resolved
         self._own = resolved.recipe.model_dump(mode="json")
         self._given = {word.partition("=")[0] for word in request.overrides}
-        self._known: dict[tuple[Any, ...], _Fitting | TrainerError] = {}
+        self._known: dict[tuple[Any, ...], RecipePlan | TrainerError] = {}  # simulated
+        self._derived: dict[tuple[Any, ...], RecipePlan] = {}
+        self._laws: dict[tuple[Any, ...], Law | TrainerError] = {}
+        self._plans: dict[tuple[Any, ...], RunPlan | TrainerError] = {}
         self._length = request.length or tokens_of(resolved.recipe)
-        self._full: set[str] = set()  # devices that do not hold all rows of a rank under some layout
+        self._recipes: dict[tuple[str, ...], Recipe] = {}
+        self._zero_left = _MOST_ZERO
+        self._whole: dict[str, int] | None = None  # the bytes of the whole model, by component
         self.num_plans = 0
 
     def choices(self, devices: Sequence[Devices], nodes: int) -> Iterator[tuple[Devices, _Fitting | str]]:
@@ -121,23 +139,78 @@ class MachineSearch:
                 if isinstance(fitting, str):
                     reason = fitting
                     continue
-                faster = found is None or _time_of(fitting, device) < _time_of(found, device)
-                found = fitting if faster else found
+                found = _faster(found, fitting)
                 if fitting.made.plan.batch.micro_batch_size > 1:
                     break  # layouts that need less memory are slower
+            for words in self._others(found, device, nodes):
+                fitting = self._largest(words, device, nodes)
+                if isinstance(fitting, _Fitting):
+                    found = _faster(found, fitting)
+            if found is not None and (zero := self._zero(found, device, nodes)) is not None:
+                found = _faster(found, zero)
             yield device, found or reason
+
+    def simulated(self, fitting: _Fitting, device: Devices, nodes: int) -> RecipePlan | None:
+        """Return the plan of a layout on a device by its own simulation; None if it needs more memory, or plans."""
+        with suppress(TrainerError):
+            made = replace(self._simulated(fitting.overrides, device, nodes), devices=device)
+            return made if made.fits else None
+        return None
 
     def _layouts(self, local: int, nodes: int) -> Iterator[tuple[str, ...]]:
         world = local * nodes
-        wanted = [("ddp", 1)] if world == 1 else [("ddp", 1), ("fsdp", 1), ("fsdp", min(local, 8))]
-        rows = {
-            (row.name, tensor): words
-            for row, tensor, stages, words in layouts(local, world)
-            if stages == 1 and "parallel.sequence=true" not in words
+        wanted = [("ddp", 1), ("fsdp", 1), ("fsdp", min(local, _MOST_TENSOR))] if world > 1 else [("ddp", 1)]
+        return self._with_recomputation(self._rows(local, nodes)[(*key, 1)] for key in wanted)
+
+    def _others(self, best: _Fitting | None, device: Devices, nodes: int) -> Iterator[tuple[str, ...]]:
+        """Yield layouts that can be faster than the best one: hsdp on several machines, and stages.
+
+        Stages have few messages, so they are faster only where others wait for theirs.
+        """
+        rows = self._rows(device.number, nodes)
+        if nodes > 1:
+            yield from self._with_recomputation([rows["hsdp", 1, 1]])
+        stages = device.number
+        if nodes == 1 and stages > 1 and (best is None or _waits(best, (stages - 1) / (_ROUNDS * stages))):
+            yield from self._with_recomputation([rows["ddp", 1, stages]] if ("ddp", 1, stages) in rows else [])
+
+    def _zero(self, best: _Fitting, device: Devices, nodes: int) -> _Fitting | None:
+        """Return ZeRO-1 with the microbatch of the best layout, where it can be faster; None elsewhere.
+
+        DDP, with the same messages, hides them. So ZeRO-1 can only win over sharded parameters, which are gathered for
+        each microbatch, and only where these messages are waited for.
+        """
+        plan = best.made.plan
+        if not plan.strategy.cuts_parameters or plan.layout.tp > 1 or not _waits(best) or not self._zero_left:
+            return None
+        if (row := self._rows(device.number, nodes).get(("zero1", 1, 1))) is None:  # a feature that may be deleted
+            return None
+        words = self._free(*row)
+        kept = [word for word in best.overrides if word.startswith((_MICRO, _RECOMPUTED))]
+        key = (*words, *kept)
+        try:
+            if self._least(self._plan(key, device, nodes)) > device.memory_bytes:
+                return None
+        except TrainerError:
+            return None
+        # DeepSpeed's buckets have a fixed size, so all layers are simulated, which takes as long as ten other plans.
+        self._zero_left -= (key, device.number, nodes, _is_fused(device)) not in self._known
+        with suppress(TrainerError):
+            made = replace(self._simulated(key, device, nodes), devices=device)
+            return _Fitting(key, made) if made.fits else None
+        return None
+
+    def _rows(self, local: int, nodes: int) -> dict[tuple[str, int, int], tuple[str, ...]]:
+        return {
+            (row.name, tensor, stages): words
+            for row, tensor, stages, words in layouts(local, local * nodes)
+            if "parallel.sequence=true" not in words
         }
+
+    def _with_recomputation(self, rows: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
         found = []
-        for key in wanted:
-            words = self._free(*rows[key])
+        for row in rows:
+            words = self._free(*row)
             found += [words, (*words, *self._free(_RECOMPUTED))]
         return iter(dict.fromkeys(found))
 
@@ -147,55 +220,119 @@ class MachineSearch:
     def _largest(self, words: tuple[str, ...], device: Devices, nodes: int) -> _Fitting | str:
         """Return a layout with the largest microbatch that fits a device: all rows of a rank, or halves of them."""
         try:
-            plan = plan_run(self._load(words).recipe, device.number * nodes, device.number)
-        except TrainerError as error:
-            return str(error).splitlines()[0]
-        if (reason := refusal(device, plan)) is not None:
-            return reason.replace(device.name, "this GPU")
-        sizes = self._sizes(plan)
-        tried: dict[int, _Fitting] = {}
-
-        def fits(index: int) -> bool:
-            found = self._planned((*words, *sizes[index][1]), device, nodes)
-            tried[index] = found
-            return replace(found.made, devices=device).fits
-
-        try:
-            first, last = 1, len(sizes) - 1
-            # Where all rows did not fit before, the smallest size comes first: it often shows that none fits.
-            if (device.name in self._full and not fits(last)) or (not last and not fits(0)):
+            plan = self._plan(words, device, nodes)
+            if (reason := refusal(device, plan)) is not None:
+                return reason.replace(device.name, "this GPU")
+            if self._least(plan) > device.memory_bytes:
                 return _NONE_FITS
-            if fits(0):
-                return tried[0]
-            self._full.add(device.name)
-            if not fits(last):
-                return _NONE_FITS
-            # Memory grows with rows about linearly, so that two plans give a guess that another plan verifies.
-            while (index := _guess(tried, [rows for rows, _ in sizes], first, last, device)) < last:
-                if fits(index):
-                    return tried[index]
-                first = index + 1
+            for size in self._sizes(plan):
+                own = (*words, *size)
+                made = replace(self._made(words, size, device, nodes), devices=device)
+                if made.fits:
+                    return _Fitting(own, made)
         except TrainerError as error:
             return str(error).splitlines()[0].replace(device.name, "this GPU")
-        return tried[last]
+        return _NONE_FITS
 
-    def _sizes(self, plan: RunPlan) -> list[tuple[int, tuple[str, ...]]]:
-        """Return the rows of microbatches to try, from all of a rank on, with their overrides."""
+    def _least(self, plan: RunPlan) -> float:
+        """Return bytes that a rank needs under a layout in any case: its part of the weights and of their states."""
+        if self._whole is None:
+            self._whole = {}
+            with suppress(TrainerError):
+                words = self._free(*self._rows(1, 1)["ddp", 1, 1], *([f"{_MICRO}=1"] if self._sizes(plan)[0] else []))
+                (step,) = self._simulated(words, parse_devices("1xH100"), 1).steps
+                self._whole = {**step.resident, GRADIENTS: step.gradients}
+        layout, states = plan.layout, self._whole.get(OPTIMIZER, 0)
+        kept = self._whole.get(PARAMETERS, 0) + self._whole.get(GRADIENTS, 0)
+        if plan.strategy.package:  # ZeRO-1 shards the states alone
+            return kept + states / layout.world_size
+        shards = layout.dp_shard if plan.strategy.cuts_parameters else 1
+        return (kept + states) / (shards * layout.ep * layout.tp * layout.pp)
+
+    def _made(self, words: tuple[str, ...], size: tuple[str, ...], device: Devices, nodes: int) -> RecipePlan:
+        """Return the plan of a layout with a microbatch: by its law, or simulated where that is not certain."""
+        own = (*words, *size)
+        plan = self._plan(own, device, nodes)
+        is_given = _MICRO in self._given or plan.batch.micro_batch_tokens is not None
+        law = None if is_given else self._law(words, device, nodes)
+        if law is None:
+            return self._simulated(own, device, nodes)
+        key = (own, device.number, nodes, _is_fused(device))
+        found = self._derived.get(key) or self._derived.setdefault(key, law.plan(plan, device))
+        if (reason := refusal(device, plan, found.steps)) is not None:
+            raise UsageError(reason)
+        # All rows at once are beyond the law, and meet no earlier gradients.
+        is_beyond = plan.batch.micro_batch_size > law.large.plan.batch.micro_batch_size
+        if is_beyond and found.needed < _BEYOND * device.memory_bytes:
+            return self._simulated(own, device, nodes)
+        return found
+
+    def _law(self, words: tuple[str, ...], device: Devices, nodes: int) -> Law | None:
+        """Return the law of a layout; None if its ranks have too few rows for one."""
+        plan = self._plan(words, device, nodes)
+        # One data rank sends nothing, so it has a law of its own.
+        key = (words, _is_fused(device), plan.layout.pp > 1 and device.number, plan.layout.data_parallel_size == 1)
+        if key not in self._laws:
+            rows = plan.batch.rank_batch_size
+            sizes = [1, rows // 2] if plan.layout.pp == 1 else [1, max(1, rows // (2 * plan.layout.pp))]
+            if sizes[1] < 2:
+                return None
+            try:
+                small, large = (
+                    self._simulated((*words, *self._free(f"{_MICRO}={size}")), device, nodes) for size in sizes
+                )
+                self._laws[key] = Law(small, large)
+            except TrainerError as error:
+                self._laws[key] = error
+        found = self._laws[key]
+        if isinstance(found, TrainerError):
+            raise found
+        return found
+
+    def _sizes(self, plan: RunPlan) -> list[tuple[str, ...]]:
+        """Return the overrides of microbatches to try, from all rows of a rank on; empty ones for the user's size."""
         if _MICRO in self._given or plan.batch.micro_batch_tokens is not None:
-            return [(plan.batch.micro_batch_size, ())]
+            return [()]
         rows = plan.batch.rank_batch_size
-        return [(size, self._free(f"{_MICRO}={size}")) for size in dict.fromkeys((rows, *halves(rows)))]
+        if plan.layout.pp > 1:
+            rows = max(1, rows // (_ROUNDS * plan.layout.pp))  # fewer microbatches make the bubble long
+        sizes = [self._free(f"{_MICRO}={size}") for size in dict.fromkeys((rows, *halves(rows)))]
+        return sizes
 
     def _load(self, words: Sequence[str]) -> ResolvedRecipe:
         return load_recipe(self._request.recipe, [*self._request.overrides, *words], needs_data=False)
 
-    def _planned(self, words: tuple[str, ...], device: Devices, nodes: int) -> _Fitting:
+    def _recipe(self, words: tuple[str, ...]) -> Recipe:
+        """Return the recipe with overrides; the size of a microbatch changes without another load."""
+        others = tuple(word for word in words if not word.startswith(f"{_MICRO}="))
+        if others not in self._recipes:
+            self._recipes[others] = self._load(others).recipe
+        recipe = self._recipes[others]
+        if others == words:
+            return recipe
+        (size,) = (int(word.partition("=")[2]) for word in words if word not in others)
+        return recipe.model_copy(update={"training": recipe.training.model_copy(update={"micro_batch_size": size})})
+
+    def _plan(self, words: tuple[str, ...], device: Devices, nodes: int) -> RunPlan:
+        key = (words, device.number, nodes)
+        if key not in self._plans:
+            try:
+                recipe = self._recipe(words)
+                self._plans[key] = plan_run(recipe, device.number * nodes, device.number)
+            except TrainerError as error:
+                self._plans[key] = error
+        found = self._plans[key]
+        if isinstance(found, TrainerError):
+            raise found
+        return found
+
+    def _simulated(self, words: tuple[str, ...], device: Devices, nodes: int) -> RecipePlan:
         """Return the step on a reference device, which is simulated once for all devices.
 
         Raises:
             TrainerError: the recipe cannot be laid out like this, or the device cannot compute it.
         """
-        fused = device.machine is not None and device.machine.runs_kernels
+        fused = _is_fused(device)
         key = (words, device.number, nodes, fused)
         if key not in self._known:
             if self.num_plans >= self._request.most_plans:
@@ -203,30 +340,35 @@ class MachineSearch:
             self.num_plans += 1
             reference = parse_devices(f"{device.number}x{_REFERENCES[fused]}")
             try:
-                self._known[key] = _Fitting(words, plan_recipe(self._load(words), reference, nodes, self._length))
+                self._known[key] = plan_recipe(self._load(words), reference, nodes, self._length)
             except TrainerError as error:
                 self._known[key] = error
         found = self._known[key]
         if isinstance(found, TrainerError):
             raise found
-        if (reason := refusal(device, found.made.plan, found.made.steps)) is not None:
+        if (reason := refusal(device, found.plan, found.steps)) is not None:
             raise UsageError(reason)
         return found
 
 
-def _guess(tried: Mapping[int, _Fitting], sizes: Sequence[int], first: int, last: int, device: Devices) -> int:
-    """Return the place of the largest size that fits by a line through two plans; `last`, which fits, without one."""
-    rows = sorted((sizes[index], one.made.needed) for index, one in tried.items())
-    (low, less), (high, more) = rows[0], rows[1]
-    slope = (more - less) / (high - low)
-    fitting = (index for index in range(first, last) if less + slope * (sizes[index] - low) <= device.memory_bytes)
-    return next(fitting, last)
+def _is_fused(device: Devices) -> bool:
+    return device.machine is not None and device.machine.runs_kernels
 
 
-def _time_of(fitting: _Fitting, device: Devices) -> float:
-    made = replace(fitting.made, devices=device).time
-    assert made is not None
-    return made.likely
+def _waits(fitting: _Fitting, loss: float = _WAITING) -> bool:
+    """Return whether a step waits for messages for more than another layout loses, as a share of the other work."""
+    assert fitting.made.time is not None
+    waiting = fitting.made.time.parts[COMMUNICATION]
+    return waiting > loss * (fitting.made.time.likely - waiting)
+
+
+def _faster(found: _Fitting | None, other: _Fitting) -> _Fitting:
+    return other if found is None or _seconds(other) < _seconds(found) else found
+
+
+def _seconds(fitting: _Fitting) -> float:
+    assert fitting.made.time is not None
+    return fitting.made.time.likely
 
 
 def find_machines(request: MachineRequest, resolved: ResolvedRecipe) -> MachineResult:
@@ -252,7 +394,7 @@ def find_machines(request: MachineRequest, resolved: ResolvedRecipe) -> MachineR
         (one for one in everything if request.allows(one.hours, one.price)),
         key=lambda one: request.order(one.hours, one.price),
     )
-    best = [one for one in within if not any(one.is_beaten_by(other) for other in within)]
+    within, best = _checked(search, request, within, prices)
     return MachineResult(
         choices=[*best, *(one for one in within if one not in best)],
         num_best=len(best),
@@ -266,6 +408,27 @@ def find_machines(request: MachineRequest, resolved: ResolvedRecipe) -> MachineR
         notes=[*shape_notes(resolved.recipe), *_rates_notes(everything)],
         nearest=None if within else min(everything, key=lambda one: one.hours, default=None),
     )
+
+
+def _checked(
+    search: MachineSearch, request: MachineRequest, found: list[MachineChoice], prices: Prices
+) -> tuple[list[MachineChoice], list[MachineChoice]]:
+    """Simulate the best of some choices, which may be derived; return all, and those that no other beats."""
+    checked: set[tuple[str, tuple[str, ...]]] = set()
+    for _ in range(_MOST_CHECKED):
+        best = [one for one in found if not any(one.is_beaten_by(other) for other in found)]
+        new = next((one for one in best if (one.name, one.overrides) not in checked), None)
+        if new is None:
+            break
+        checked.add((new.name, new.overrides))
+        found.remove(new)
+        made = search.simulated(_Fitting(new.overrides, new.made), new.made.devices, new.nodes)
+        if made is not None:
+            choice, _ = _choice(request, made, new.nodes, new.overrides, prices)
+            if request.allows(choice.hours, choice.price):
+                found.append(choice)
+        found.sort(key=lambda one: request.order(one.hours, one.price))
+    return found, [one for one in found if not any(one.is_beaten_by(other) for other in found)]
 
 
 def _on_all_sizes(
@@ -282,7 +445,7 @@ def _on_all_sizes(
             if isinstance(found, str):
                 reasons.setdefault(device.name, found)
                 continue
-            choice, steps = _choice(request, replace(found.made, devices=device), nodes, found.overrides, prices)
+            choice, steps = _choice(request, found.made, nodes, found.overrides, prices)
             everything.append(choice)
         # A further machine adds messages between machines; one is enough if it ends in time.
         if local == 8 and any(request.allows(one.hours, one.price) for one in everything):

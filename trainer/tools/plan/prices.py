@@ -14,6 +14,7 @@ from trainer.recipe.reading.files import read_file
 from trainer.tools.plan.hardware import parse_devices
 
 _FILE = Path(__file__).parent / "prices.json"
+_ROW_KEYS = {"price", "spot", "date", "source"}
 _MONEY = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]{3})?")
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(min|h|d)")
 _HOURS = {"min": 1 / 60, "h": 1.0, "d": 24.0}
@@ -49,6 +50,10 @@ class Prices:
             except UsageError as error:
                 text = str(error).replace("`--gpus`", "a name in `gpus`")
                 raise UsageError(f"`--prices` names the file {file}: {text}") from error
+            if name in on_demand:
+                raise UsageError(f"`--prices` names the file {file}, in which {name} has two prices; keep one")
+            if isinstance(row, dict) and (unknown := {*row} - _ROW_KEYS):
+                raise _wrong(file, f"gpus.{written}.{min(map(str, unknown))}", "no key of a price")
             price = row.get("price") if isinstance(row, dict) else row
             on_demand[name] = _positive(file, f"gpus.{written}", price)
             if isinstance(row, dict) and "spot" in row:
@@ -86,7 +91,7 @@ def budget(text: str, currency: str) -> float:
         UsageError: the text has another form or another currency.
     """
     match = _MONEY.fullmatch(text.strip())
-    if match is None or float(match[1]) == 0:
+    if match is None or not 0 < float(match[1]) < math.inf:
         raise UsageError(f"`--at-most` is {text!r}; write an amount above 0, such as 50{currency}")
     if match[2] and match[2].upper() != currency:
         raise UsageError(
@@ -103,6 +108,6 @@ def hours_of(option: str, text: str) -> float:
         UsageError: the text has another form.
     """
     match = _TIME.fullmatch(text.strip())
-    if match is None or float(match[1]) == 0:
+    if match is None or not 0 < float(match[1]) < math.inf:
         raise UsageError(f"`{option}` is {text!r}; write a time above 0 with its unit, such as 6h, 90min or 2d")
     return float(match[1]) * _HOURS[match[2]]

@@ -277,7 +277,7 @@ def traffic_by_axis(step: StepPlan) -> dict[tuple[str, str], Traffic]:
     sums: dict[tuple[str, str], Traffic] = defaultdict(lambda: Traffic(0, 0))
     for collective, traffic in step.totals.traffic.items():
         # Names of c10d's operations begin or end with `_`, such as `allreduce_` and `_allgather_base_`.
-        key = (collective.operation.strip("_"), step.axes.get(collective.group, "all"))
+        key = (collective.operation.strip("_"), step.axis_of(collective))
         sums[key] = plus(sums[key], traffic)
     return dict(sums)
 
@@ -286,7 +286,7 @@ def traffic_by_module(step: StepPlan, operation: str, axis: str) -> dict[str, in
     """Return the bytes of one operation over one axis by module, most first; `*` stands for any layer."""
     sums: Counter[str] = Counter()
     for collective, traffic in step.totals.traffic.items():
-        if (collective.operation.strip("_"), step.axes.get(collective.group, "all")) == (operation, axis):
+        if (collective.operation.strip("_"), step.axis_of(collective)) == (operation, axis):
             sums[re.sub(r"<\w+>|\b\d+\b", "*", collective.module)] += traffic.num_bytes
     return dict(sums.most_common())
 

@@ -11,7 +11,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, suppress
 from copy import copy
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from math import ceil, inf
 from multiprocessing import get_context
 from operator import getitem
@@ -42,6 +42,8 @@ MOST_SHOWN = 10
 """Layouts that a search shows; one that cannot be among them need not be planned."""
 
 _TENSOR, _STAGES = (1, 2, 4, 8), (1, 2, 4, 8)
+_EXPERTS = (8, 4, 2)
+_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")  # of configurations
 # gpipe has the bubble of 1f1b, and keeps more activations.
 _SCHEDULES = tuple(sorted(set(SCHEDULES) - {"gpipe"}, key=lambda name: (name != "1f1b", name)))
 _VARIANTS_AT_ONCE = 4
@@ -104,13 +106,23 @@ def layouts(local: int, world: int) -> Iterator[tuple[Strategy, int, int, tuple[
                         f"parallel.strategy={row.name}",
                         f"parallel.tensor={tensor}",
                         f"parallel.sequence={sequence}",
-                        *(f"{axis.name}=1" for axis in registered("axis")),
+                        *(f"{axis.name}=1" for axis in (*registered("axis"), *registered("experts"))),
                         f"parallel.pipeline.stages={stages}",
                         # Tensor ranks are neighbours on one machine, so its other ranks shard, and the replicas are on
                         # other machines.
                         *([f"parallel.shard={local // tensor}"] if row.groups else []),
                     ),
                 )
+
+
+def number_of_experts(config: Mapping[str, Any]) -> int:
+    """Return the experts of a layer by the values of a configuration; 0 without any."""
+    return next((int(config[key]) for key in _EXPERT_KEYS if config.get(key)), 0)
+
+
+def expert_degree(experts: int, ranks: int) -> int | None:
+    """Return the largest number of ranks that divide the experts of a layer and the ranks; None: experts stay whole."""
+    return next((one for one in _EXPERTS if experts and experts % one == 0 and ranks % one == 0), None)
 
 
 def changing(words: Iterable[str], own: Mapping[str, Any], given: Container[str]) -> tuple[str, ...]:
@@ -308,8 +320,22 @@ class LayoutSearch:
     def _layouts(self) -> Iterator[tuple[str, ...]]:
         local, world = self._devices.number, self._devices.number * self._nodes
         for row, tensor, stages, words in layouts(local, world):
-            if self._is_tried(row, world // (tensor * stages), stages):
+            if self._is_tried(row, data_ranks := world // (tensor * stages), stages):
                 yield self._free(*words)
+                yield from self._with_experts(words, min(data_ranks, local // tensor))
+
+    def _with_experts(self, words: Sequence[str], ranks: int) -> Iterator[tuple[str, ...]]:
+        """Yield a layout with its experts divided over data ranks of one machine."""
+        for one in registered("experts"):
+            if one.name not in self._given and (degree := expert_degree(self._num_experts, ranks)):
+                others = [word for word in words if not word.startswith(f"{one.name}=")]
+                yield self._free(*others, f"{one.name}={degree}")
+
+    @cached_property
+    def _num_experts(self) -> int:
+        with suppress(TrainerError):  # the devices may have no place for the recipe's own layout
+            return number_of_experts(_config(self._run_plan()).to_dict())
+        return 0
 
     def _is_tried(self, row: Strategy, data_ranks: int, stages: int) -> bool:
         """Return whether a search plans a strategy; it plans the one that the user gave in any case."""
@@ -531,7 +557,7 @@ def fewest_devices(
     for number, nodes in _SIZES:
         devices = device.numbered(number)
         search = LayoutSearch(recipe, overrides, devices, nodes, length)
-        for layout in _lean(number * nodes):
+        for layout in _lean(number * nodes, search._num_experts):
             try:
                 choice = search.largest_microbatch(search._free(*layout))
             except TrainerError as error:
@@ -543,12 +569,15 @@ def fewest_devices(
     raise UsageError(f"no number of {device.name} up to {number * nodes} was found that holds the recipe: {reason}")
 
 
-def _lean(world: int) -> Iterator[tuple[str, ...]]:
+def _lean(world: int, experts: int) -> Iterator[tuple[str, ...]]:
     """Yield overrides that need little memory, the fast ones first."""
     strategy = "parallel.strategy=fsdp" if world > 1 else "parallel.strategy=ddp"
     yield (strategy,)
     yield (strategy, _RECOMPUTED)
     if world > 1:
+        for one in registered("experts"):
+            if degree := expert_degree(experts, min(world, 8)):
+                yield (strategy, f"{one.name}={degree}", _RECOMPUTED)
         tensor = min(world, 8)
         yield (strategy, f"parallel.tensor={tensor}", "parallel.sequence=true", _RECOMPUTED)
 

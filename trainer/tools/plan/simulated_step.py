@@ -32,7 +32,7 @@ from trainer.models.parameter_rules import ParameterGroups
 from trainer.models.place import PlacedModel, place_empty, planned_cuts, tensor_cut
 from trainer.parallel.mesh import AXES, ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch, positions
-from trainer.parallel.placement import PIPELINE_AXIS, ROWS_AXIS
+from trainer.parallel.placement import PIPELINE_AXIS, REPLICAS_AXIS, ROWS_AXIS, SHARDS_AXIS, Placements
 from trainer.parallel.stored_in_parts import sizes_of_parts
 from trainer.recipe.plan import RunPlan
 from trainer.recipe.strategies import Offload
@@ -249,7 +249,7 @@ class _Simulation:
             for part, own in zip(built, stacks, strict=True):
                 ledger.name_modules(shorten(part.model, own, longer))
             groups = _shortened_groups(built, before, self.early)
-            built = [replace(part, groups=groups) for part in built]
+            built = [replace(part, groups=groups, cut_placements=_present(part)) for part in built]
             for part in built:
                 _allocate(part.model)
                 if weights_dtype(plan.recipe) == torch.bfloat16:  # before hooks fix the type of the gradients
@@ -279,6 +279,13 @@ def _origins(built: Sequence[PlacedModel]) -> dict[nn.Parameter, str]:
         for model, placements in ((part.model, part.placements) for part in built)
         for name, parameter in model.named_parameters()
     }
+
+
+def _present(part: PlacedModel) -> Placements | None:
+    """Return the placements of the parameters that a cut and shortened model still has."""
+    if part.cut_placements is None:
+        return None
+    return {name: part.placements[name] for name, _ in part.model.named_parameters()}
 
 
 def _late(built: Sequence[PlacedModel]) -> set[nn.Parameter]:
@@ -456,5 +463,6 @@ def _label_model(ledger: Ledger, engine: Engine, built: Sequence[PlacedModel], o
 def group_axes(mesh: ParallelMesh, engine: Engine) -> dict[str, str]:
     """Return the axis of each process group, by its name; a joint axis may share the group of its only part."""
     # Later names win where axes share a group: a part replaces the axis of rows, and `dp` replaces its only part.
-    axes = {str(mesh.process_group(axis).group_name): axis for axis in (ROWS_AXIS, *AXES, "dp") if mesh.size(axis) > 1}
+    names = (ROWS_AXIS, REPLICAS_AXIS, SHARDS_AXIS, *AXES, "dp")
+    axes = {str(mesh.process_group(axis).group_name): axis for axis in names if mesh.size(axis) > 1}
     return axes if isinstance(engine, NativeEngine) else axes | {group_of(engine): "dp"}

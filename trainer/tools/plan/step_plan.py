@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from trainer.tools.plan.ledger import BATCH, LOSS, Peak, Place, Totals
+from trainer.parallel.placement import EXPERT_AXIS
+from trainer.tools.plan.ledger import BATCH, LOSS, Collective, Peak, Place, Totals
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,12 @@ class StepPlan:
     def peak(self) -> Peak:
         """The moment of the step with the most bytes alive."""
         return max(self.peaks.values(), key=lambda peak: peak.num_bytes)
+
+    def axis_of(self, collective: Collective) -> str:
+        """Return the axis of a collective; `all` if its group is unknown."""
+        axis = self.axes.get(collective.group, "all")
+        # Where all data ranks divide the experts, the groups are one; only tokens travel by this operation there.
+        return EXPERT_AXIS if axis == "dp" and "alltoall" in collective.operation else axis
 
     def followed_by(self, update: Peak, totals: Totals) -> StepPlan:
         """Return the plan with an update after this step, from its peak, in which no batch counts, and its totals."""

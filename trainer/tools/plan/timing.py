@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from trainer.parallel.mesh import AXES, JOINT_AXES
-from trainer.parallel.placement import CONTEXT_AXIS, ROWS_AXIS
+from trainer.parallel.placement import CONTEXT_AXIS, EXPERT_AXIS, REPLICAS_AXIS, ROWS_AXIS, SHARDS_AXIS
 from trainer.recipe.graphs_choice import LEAST_HOST_SHARE, auto_obstacle
 from trainer.recipe.plan import Layout, RunPlan
 from trainer.tools.plan.hardware import LEAST, LIKELY, MOST, Machine, Speed, kernel_name
@@ -42,7 +42,7 @@ _TYPES = {
     torch.float8_e4m3fn: "fp8",
 }  # fmt: skip
 _PASSES = (FORWARD, BACKWARD, RECOMPUTED)
-_DATA_AXES = frozenset(("dp", "dp_replicate", "dp_shard"))
+_DATA_AXES = frozenset(("dp", "dp_replicate", "dp_shard", REPLICAS_AXIS, SHARDS_AXIS))
 _ROWS_AXES = frozenset((ROWS_AXIS, *JOINT_AXES[ROWS_AXIS]))
 
 
@@ -184,8 +184,8 @@ SUMS, SHARDS, TENSOR, STAGES = "sums", "shards", "tensor", "stages"
 
 
 def _waiting_kind(operation: str, axis: str) -> str:
-    """Return the kind of a collective: between stages, of tensor or context ranks, a sum, or of shards."""
-    if axis in _ROWS_AXES:
+    """Return the kind of a collective: between stages, of tensor, context or expert ranks, a sum, or of shards."""
+    if axis in _ROWS_AXES or axis == EXPERT_AXIS:
         return TENSOR
     if operation in POINT_TO_POINT:
         return STAGES
@@ -267,7 +267,7 @@ class _Estimate:
         for collective, traffic in step.totals.traffic.items():
             # The difference of two plans may leave a kind without calls.
             if traffic.calls > 0:
-                axis, calls = step.axes.get(collective.group, "all"), traffic.calls
+                axis, calls = step.axis_of(collective), traffic.calls
                 link = link_of(self._plan.layout, axis, self._machine.local_ranks)
                 each = collective_seconds(collective.operation, traffic.num_bytes / calls, link, self._speed)
                 found.append(

@@ -27,6 +27,8 @@ _LIKE = {f"{_FLASH}_for_cpu": _FLASH, f"{_FLASH}_for_cpu_backward": f"{_FLASH}_b
 _LIKE |= {"addmm_": "addmm", "baddbmm_": "baddbmm", "_scaled_mm_v2": "mm"}
 FLOPS = ChainMap(
     {getattr(torch.ops.aten, name): flop_registry[getattr(torch.ops.aten, like)] for name, like in _LIKE.items()}
+    # Torch has none. Each row meets one matrix, and each pair of rows adds to one gradient.
+    | {torch.ops.aten._grouped_mm: lambda first, second, *_, **__: 2 * first.numel() * second.shape[-1]}
     # Torch's formula does not take the type of the result.
     | {torch.ops.aten.addmm: lambda total, *others, **named: flop_registry[torch.ops.aten.mm](*others, **named)},
     flop_registry,

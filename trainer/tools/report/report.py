@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from statistics import median_high
+from types import MappingProxyType
 from typing import Any
 
 import plotly.graph_objects as go
@@ -29,26 +31,31 @@ from trainer.tools.report.preview_blocks import preview_blocks
 from trainer.tools.report.runs import MOST_STEPS, Run, best_of, best_text, read_runs, seconds_of
 from trainer.tools.report.time_parts import MEANINGS, time_parts
 from trainer.tools.report.timeline import RUN_BACKWARD, order_of, simulate
-from trainer.tools.utilisation import PLANNED_FILE
+from trainer.tools.utilisation import PLANNED_FILE, PlannedRun
 from trainer.tools.writing import write_over
 
 
-def write_report(folders: Sequence[Path], output: Path | None, state: str | None = None) -> Path:
+def write_report(
+    folders: Sequence[Path],
+    output: Path | None,
+    state: str | None = None,
+    planned: Mapping[Path, PlannedRun] = MappingProxyType({}),
+) -> Path:
     """Write the HTML page of the runs, and return its path: `report.html` in the first folder if none is given.
 
-    `state` is as in `read_run`.
+    `state` is as in `read_run`, `planned` as in `page_of`.
 
     Raises:
         UsageError: a folder is no run, or the page cannot be written.
     """
     runs = read_runs(folders, state)
     path = output or folders[0] / "report.html"
-    write_over(path, page_of(runs), "--output")
+    write_over(path, page_of(runs, planned), "--output")
     return path
 
 
-def page_of(runs: Sequence[Run]) -> str:
-    """Return the HTML page of the runs."""
+def page_of(runs: Sequence[Run], planned: Mapping[Path, PlannedRun] = MappingProxyType({})) -> str:
+    """Return the HTML page of the runs; `planned` are their plans, by their folders."""
     sections = [Section("Runs", [_overview(runs), *_messages(runs)])]
     if len(runs) > 1:
         sections.append(Section("Differences of the recipes", [_differences(runs)]))
@@ -56,7 +63,9 @@ def page_of(runs: Sequence[Run]) -> str:
     sections += [section for section in found if section.blocks]
     previews = [(run, one) for run in runs if (one := run.info.get("preview"))]
     sections += [Section(f"First step of {run.name}", list(preview_blocks(one))) for run, one in previews]
-    sections += [Section(f"Plan and measurement of {run.name}", [one]) for run in runs if (one := _planned(run))]
+    for run in runs:
+        if (table := _planned(run, planned.get(run.folder))) is not None:
+            sections.append(Section(f"Plan and measurement of {run.name}", [table]))
     sections += [_facts(run, run.name if len(runs) > 1 else "Facts") for run in runs if run.info]
     return render(" and ".join(run.name for run in runs) if len(runs) < 4 else f"{len(runs)} runs", sections)
 
@@ -176,18 +185,17 @@ def _pictures(run: Run, is_named: bool) -> Iterator[Table | go.Figure]:
         yield Table(("row", *texts[0]), rows, f"Texts{of_run} at step {last.step}")
 
 
-def _planned(run: Run) -> Table | None:
-    """Return the planned step of a run beside the measured one, if `trainer plan --calibrate` planned it."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        made = json.loads((run.folder / PLANNED_FILE).read_text(encoding="utf-8"))
-        seconds = [float(made[f"{kind}_seconds"]) for kind in ("planned", "measured")]
-        memory = [float(made[f"{kind}_bytes"]) for kind in ("planned", "measured")]
-        rows = [
-            ("time of a step", *(f"{1000 * one:,.1f} ms" for one in seconds), f"{seconds[1] / seconds[0]:.2f}"),
-            ("peak memory", *map(format_bytes, memory), f"{memory[1] / memory[0]:.2f}"),
-        ]
-        return Table(("", "planned", "measured", "ratio"), rows, f"Plan of {made['ranks']}x{made['device']}")
-    return None
+def _planned(run: Run, planned: PlannedRun | None) -> Table | None:
+    """Return the planned step of a run beside the measured one: as given, or by `trainer plan --calibrate`."""
+    if planned is None:
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            values = json.loads((run.folder / PLANNED_FILE).read_text(encoding="utf-8"))
+            planned = PlannedRun(**{one.name: values[one.name] for one in fields(PlannedRun)})
+            list(planned.rows())  # the file may hold anything
+    if planned is None:
+        return None
+    head, *rows = planned.rows()
+    return Table(head, rows, f"Plan of {planned.ranks}x{planned.device}")
 
 
 def _costs(runs: Sequence[Run]) -> Section:
