@@ -11,13 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from trainer.base.text import for_terminal
 from trainer.recipe.reading.loading import load_recipe
+from trainer.tasks.registry import build_task
 from trainer.tools.audit import near_duplicates
 from trainer.tools.audit.audit import audit
 from trainer.tools.audit.characters import damage, script
 from trainer.tools.audit.data_audit import fences
-from trainer.tools.audit.findings import AuditResult, lines, write_page, write_rows
+from trainer.tools.audit.findings import AuditResult, Finding, FoundRow, lines, write_page, write_rows
 from trainer.tools.audit.row_texts import flat
+from trainer.training.run_data import read_splits
 
 WORDS = [
     f"{stem}{end}" for stem in ("fa", "lo", "mi", "re", "su", "ti", "ka", "no") for end in ("ban", "der", "gul", "tis")
@@ -90,6 +93,27 @@ def test_the_file_of_rows_feeds_the_key(found: AuditResult, tmp_path: Path):
     text = (tmp_path / "page.html").read_text()
     assert "\x1b" not in text
     assert json.loads(json.dumps(found.as_object()))["rows"] == {"training": 200, "validation": 20}
+
+
+def test_no_cell_of_the_file_is_a_formula_of_a_spreadsheet(tmp_path: Path):
+    texts = ['=HYPERLINK("http://x","a")', "+1", "-2+3", "@SUM(A1)", "\t=1", "\uff1d1", 'a","=1', "plain"]
+    rows = [FoundRow("training", place, text, text, text, -0.5, text, "ab") for place, text in enumerate(texts)]
+    result = AuditResult("x", {"training": 9}, [Finding("very short", "training", "", len(rows), rows)])
+    write_rows(result, tmp_path / "rows.csv")
+    with open(tmp_path / "rows.csv", newline="") as file:
+        read = list(csv.DictReader(file))
+    for text, row in zip(texts, read, strict=True):
+        guarded = text if text in ('a","=1', "plain") else "'" + for_terminal(text)
+        assert {row[name] for name in ("detail", "label", "believed", "text")} == {guarded}
+        assert (row["score"], row["digest"]) == ("-0.5", "ab")
+    (tmp_path / "train.jsonl").write_text(
+        "".join(json.dumps({"text": text, "label": "a"}) + "\n" for text in "abcdefghij")
+    )
+    (tmp_path / "rows.csv").write_text((tmp_path / "rows.csv").read_text().replace('"ab"', '""'))
+    keys = [f"data.train={tmp_path}/train.jsonl", "data.validation=null", f"data.leave_out={tmp_path}/rows.csv"]
+    recipe = load_recipe("bert_sample", [*keys, "evaluation.every=null"]).recipe
+    kept = read_splits(recipe, build_task(recipe.task), None, None, None).train.rows["text"]
+    assert list(kept) == ["i", "j"]
 
 
 def test_without_the_package_a_note_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ import numpy as np
 import pytest
 
 import trainer
+from tests.helpers import processes
 from tests.helpers.processes import ROOT
+from tests.helpers.tiny_run import write_tiny_run
+from tests.tools.audit.flips import FILES, flip, flip_entities, read, similar_pairs
 from trainer.base.errors import UsageError
 from trainer.recipe.reading.loading import load_recipe
 from trainer.tools.audit.audit import audit
@@ -22,7 +26,7 @@ from trainer.tools.audit.run_audit import recipe_of, row_numbers
 from trainer.tools.audit.scores import confident_issues, scores_of
 from trainer.training.run_data import prepare_data
 
-SHARE, LEAST = 0.05, 0.7
+LEAST = 0.7
 
 
 def records(*rows: tuple[int, float, float, int, int]) -> Any:
@@ -76,21 +80,21 @@ def test_confident_learning_is_that_of_cleanlab():
     np.testing.assert_array_equal(confident_issues(probabilities, labels), expected)
 
 
-def flip(rows: list[dict[str, Any]], labels: list[str]) -> set[int]:
-    draw = random.Random(5)
-    flipped = set(draw.sample(range(len(rows)), round(SHARE * len(rows))))
-    for row in flipped:
-        rows[row]["label"] = draw.choice([label for label in labels if label != rows[row]["label"]])
-    return flipped
-
-
 def write(folder: Path, rows: list[dict[str, Any]]) -> str:
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return f"data.train={folder / 'train.jsonl'}"
 
 
 def found_share(run: Path, flipped: set[int]) -> float:
-    """Return the share of flipped rows among the most suspicious ones, by the record and the order of the run."""
+    """Return the share of flipped rows among the first ones that the audit lists, at most as many as were flipped."""
+    found = next(one for one in audit(str(run)).findings if one.name == "probably mislabelled")
+    first = {row.row for row in found.rows[: len(flipped)]}
+    assert len(first) > 0.6 * len(flipped)
+    return len(flipped & first) / len(first)
+
+
+def share_by_run(run: Path, flipped: set[int]) -> float:
+    """Return the share by the area under the margin alone."""
     record, recipe = read_record(run), recipe_of(run, ())
     data = prepare_data(recipe)
     scores = scores_of(record.records, row_numbers(record, data, recipe)[0], len(data.train))
@@ -100,7 +104,54 @@ def found_share(run: Path, flipped: set[int]) -> float:
     return len(flipped & {*worst}) / len(flipped)
 
 
+def trained(folder: Path, recipe: str, rows: list[dict[str, Any]], *keys: str) -> Path:
+    always = ["data.validation=null", "evaluation.every=null", "logging.rows=true"]
+    where = f"checkpoint.folder={folder / 'run'}"
+    trainer.run(load_recipe(recipe, [write(folder, rows), *always, *keys, where]))
+    return folder / "run"
+
+
+def real(name: str) -> list[dict[str, Any]]:
+    """Return the training rows of a real data set, or skip the test."""
+    if not FILES[name][0].is_file():
+        pytest.skip(f"{FILES[name][0]} is not on this machine")
+    return read(name)
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize(("name", "least"), [("trec", LEAST), pytest.param("sst2", 0.38, marks=pytest.mark.nightly)])
+def test_flipped_labels_of_real_sentences(tmp_path: Path, name: str, least: float):
+    """Few flips of SST-2 are found without a pretrained model: its n-grams decide 79 % of the rows."""
+    rows = real(name)
+    flipped = flip(rows)
+    assert found_share(trained(tmp_path, "bert_sample", rows, "training.epochs=1"), flipped) >= least
+
+
+@pytest.mark.slow
+def test_flipped_labels_of_the_sample(tmp_path: Path):
+    """The labels are topics that a sentence does not always show: a judge of the right labels finds 67 to 69 %."""
+    rows = read("sample")
+    flipped = flip(rows)
+    assert found_share(trained(tmp_path, "bert_sample", rows, "training.epochs=1"), flipped) >= 0.58
+
+
+@pytest.mark.slow
+def test_flipped_labels_of_similar_sentences(tmp_path: Path):
+    rows = similar_pairs(random.Random(11))
+    flipped = flip(rows)
+    run = trained(tmp_path, "bert_sample", rows, 'task.text=["first","second"]', "training.epochs=1")
+    assert found_share(run, flipped) >= LEAST
+
+
+@pytest.mark.slow
+def test_flipped_entities_of_the_sample(tmp_path: Path):
+    """The type of an entity is another one in 5 % of the sentences."""
+    rows = read("entities")
+    flipped = flip_entities(rows)
+    assert found_share(trained(tmp_path, "ner_sample", rows, "training.epochs=1"), flipped) >= LEAST
+
+
+@pytest.mark.nightly
 def test_flipped_labels_of_pairs_are_the_most_suspicious(tmp_path: Path):
     """Pairs of sentences on one of three topics, with 5 % of the labels flipped."""
     draw = random.Random(7)
@@ -111,10 +162,11 @@ def test_flipped_labels_of_pairs_are_the_most_suspicious(tmp_path: Path):
     rows = [{"first": one, "second": draw.choice(texts[name]), "label": name} for name in topics for one in texts[name]]
     draw.shuffle(rows)
     rows = rows[:1100]
-    flipped = flip(rows, topics)
+    flipped = flip(rows)
     keys = ['task.text=["first","second"]', "data.validation=null", "evaluation.every=null"]
     run = ["training.epochs=6", "logging.rows=true", f"checkpoint.folder={tmp_path / 'run'}"]
     trainer.run(load_recipe("bert_sample", [write(tmp_path, rows), *keys, *run]))
+    assert share_by_run(tmp_path / "run", flipped) >= LEAST
     assert found_share(tmp_path / "run", flipped) >= LEAST
     found = audit(str(tmp_path / "run"), (), tmp_path / "rows.csv")
     assert len([*lines(found)]) <= 15
@@ -131,7 +183,7 @@ def test_flipped_labels_of_pairs_are_the_most_suspicious(tmp_path: Path):
     trainer.run(load_recipe("bert_sample", [write(tmp_path, rows), *keys, *without, leave]))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_flipped_types_of_entities_are_the_most_suspicious(tmp_path: Path):
     """Sentences with one entity of three types, which the word decides; 5 % have another type."""
     draw = random.Random(2)
@@ -145,20 +197,19 @@ def test_flipped_types_of_entities_are_the_most_suspicious(tmp_path: Path):
         place = draw.randrange(8)
         row[place] = draw.choice(entities[kind])
         rows.append({"words": row, "label": kind, "place": place})
-    flipped = flip(rows, ["X", "Y", "Z"])
+    flipped = flip(rows)
     for row in rows:
         kind, place = row.pop("label"), row.pop("place")
         row["tags"] = [f"B-{kind}" if number == place else "O" for number in range(8)]
     run = ["training.epochs=10", "logging.rows=true", f"checkpoint.folder={tmp_path / 'run'}"]
     keys = ["data.validation=null", "evaluation.every=null"]
     trainer.run(load_recipe("ner_sample", [write(tmp_path, rows), *keys, *run]))
+    assert share_by_run(tmp_path / "run", flipped) >= LEAST
     assert found_share(tmp_path / "run", flipped) >= LEAST
     (found, *_) = audit(str(tmp_path / "run")).findings
     row = found.rows[0]
-    assert (
-        row.detail.lower()
-        == f"word {rows[row.row]['words'][[t[0] for t in rows[row.row]['tags']].index('B')].lower()!r}"
-    )
+    word = rows[row.row]["words"][[tag[0] for tag in rows[row.row]["tags"]].index("B")]
+    assert row.detail.lower().removesuffix(", also by the run") == f"word {word.lower()!r}"
 
 
 def test_a_run_without_a_record_is_refused(tmp_path: Path):
@@ -174,3 +225,30 @@ def test_a_damaged_record_is_refused(tmp_path: Path, text: bytes):
     (tmp_path / "rows" / "from-000000000-rank-00000.rows").write_bytes(text)
     with pytest.raises(UsageError, match="must be a record of rows"):
         read_record(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.nightly), 2])
+def test_a_killed_run_that_resumes_has_the_scores_of_a_whole_one(tmp_path: Path, ranks: int):
+    keys = ["logging.rows=true", "checkpoint.every=2 steps", "training.max_steps=12"]
+    recipe = write_tiny_run(tmp_path / "killed")
+    program = ROOT / "tests" / "helpers" / "faulty_run.py"
+    command = [sys.executable, program, "die", "0", "8", "run", recipe, *keys, "--processes", "1"]
+    assert processes.finish(processes.start(command)).returncode != 0
+    steps = read_record(tmp_path / "killed" / "run").records["step"]
+    assert 0 < int(steps.max()) < 8  # those of the checkpoints
+    command = [sys.executable, "-m", "trainer", "run", recipe, *keys, "--processes", str(ranks)]
+    ended = processes.finish(processes.start(command))
+    assert ended.returncode == 0, ended.stderr
+    assert len({path.name.partition("-rank")[0] for path in (tmp_path / "killed" / "run" / "rows").iterdir()}) == 2
+    whole = write_tiny_run(tmp_path / "whole")
+    trainer.run(load_recipe(str(whole), keys))
+    one, other = (read_record(tmp_path / name / "run") for name in ("killed", "whole"))
+    for name in ("step", "place", "label", "believed"):
+        np.testing.assert_array_equal(one.records[name], other.records[name])
+    for name in ("loss", "margin"):
+        np.testing.assert_allclose(one.records[name], other.records[name], atol=1e-5)
+    found, expected = (audit(str(tmp_path / name / "run")).findings for name in ("killed", "whole"))
+    assert [(one.name, [row.row for row in one.rows]) for one in found] == [
+        (one.name, [row.row for row in one.rows]) for one in expected
+    ]

@@ -17,6 +17,8 @@ _MOST_LINES = 15
 _SHOWN = 60  # characters of an example in a terminal
 _OF_PAGE = 20  # rows of each finding on a page
 _IN_JSON = 100
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
+"""First characters of cells that spreadsheets read as formulas, full-width ones too (OWASP, CSV injection)."""
 HEADER = ("split", "row", "finding", "detail", "label", "believed", "score", "text", "digest")
 
 
@@ -126,15 +128,21 @@ def _cells(finding: Finding, row: FoundRow) -> tuple[str, ...]:
 def write_rows(result: AuditResult, path: Path) -> None:
     """Write a CSV file with a line for each row of each finding.
 
+    A text that a spreadsheet would run as a formula begins with `'`, and all cells are quoted, as OWASP advises.
+
     Raises:
         TrainerError: it cannot be written.
     """
     out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
+    writer = csv.writer(out, lineterminator="\n", quoting=csv.QUOTE_ALL)
     writer.writerow(HEADER)
     for finding in result.findings:
         for row in finding.rows:
-            writer.writerow(_cells(finding, row))
+            cells = zip(HEADER, _cells(finding, row), strict=True)
+            # A score is a number, which a spreadsheet reads as such.
+            writer.writerow(
+                "'" + cell if name != "score" and cell.startswith(_FORMULA) else cell for name, cell in cells
+            )
     write_over(path, out.getvalue().encode(errors="backslashreplace").decode(), "--write")
 
 
