@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trainer.base.terminal import say
 from trainer.cli.options import JsonOption, RanksOption, flag, output_option, print_json, value
+
+if TYPE_CHECKING:
+    from trainer.tools.certificate.result import Certificate
 
 
 def certify(
@@ -33,12 +36,22 @@ def certify(
     """Certify that layouts of a recipe train the same, or name the first tensor that differs.
 
     With A and B, compare two runs that were trained with logging.fingerprints=true, or two certificates.
-    The exit code is 0 if all are equal within the tolerances, and 1 if not.
+    The exit code is 0 if all are equal within the tolerances, and 1 if not. Under torchrun, accelerate or srun, the
+    first ranks of the job train each layout.
     """
+    from trainer.ranks.environment import problems_name_the_machine
     from trainer.tools.certificate import certifying
 
     def show(line: str) -> None:
         say(line, err=as_json)
+
+    def finish(found: Certificate) -> None:
+        for note in found.notes:
+            show(f"note      {note}")
+        if found.folder is not None:
+            show(f"wrote     {found.folder / certifying.PAGE} and {certifying.JSON}")
+        if as_json:
+            print_json(found.as_object())
 
     words = overrides or []
     others = [word for word in words if "=" not in word]
@@ -46,13 +59,8 @@ def certify(
         found = certifying.certify_records(Path(recipe), Path(words[0]), output)
         for result in found.results[1:]:
             show(f"{result.name}: {result.sentence()}")
-    else:
-        request = certifying.CertifyRequest(recipe, words, layouts, steps, processes, output, against_first)
-        found = certifying.certify(request, show)
-    for note in found.notes:
-        show(f"note      {note}")
-    if found.folder is not None:
-        show(f"wrote     {found.folder / certifying.PAGE} and {certifying.JSON}")
-    if as_json:
-        print_json(found.as_object())
-    raise typer.Exit(found.exit_code)
+        finish(found)
+        raise typer.Exit(found.exit_code)
+    request = certifying.CertifyRequest(recipe, words, layouts, steps, processes, output, against_first)
+    with problems_name_the_machine():
+        raise typer.Exit(certifying.certify(request, show, finish))

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.features.fingerprints.recorded import Fault
+from tests.helpers.families import EXPERTS
 from tests.helpers.training import TinyTraining
 from trainer.parallel.microbatch import Microbatch
 
@@ -153,6 +154,19 @@ def missing_in_norm(training: TinyTraining) -> None:
     engine._placed = engine._placed[:-2]
 
 
+def one_expert_of_two(training: TinyTraining) -> None:
+    """Each of two ranks computes the first one of its two experts in the second layer."""
+    experts = _module(training, "model.layers.1.mlp.experts")
+    forward = experts.forward
+    experts.forward = lambda hidden, index, weights: forward(hidden, index, weights * (index % 2 == 0))
+
+
+def sparse(num_experts: int = 4) -> dict[str, Any]:
+    """Return the sections of a tiny mixture of experts."""
+    config = {"model_type": "qwen3_moe", **EXPERTS["qwen3_moe"], "num_experts": num_experts}
+    return {"model": {"config": config, "tokenizer": "none"}, "task": {"type": "causal_lm", "text": "text"}}
+
+
 def _module(training: TinyTraining, name: str) -> Any:
     return training.model.get_submodule(name)
 
@@ -199,9 +213,12 @@ FAULTS: dict[str, Planted] = {
     ),
     "a wrong denominator": Planted(wrong_denominator, "loss", "", "denominator"),
     "a stale buffer": Planted(stale_buffer, "forward", "bert.embeddings.token_type_embeddings", "stale buffer"),
+    "one expert of two": Planted(
+        one_expert_of_two, "forward", "model.layers.1.mlp.experts", "experts",
+        {"parallel": {"expert": 2}, "training": {"micro_batch_size": 3}}, sparse(), ranks=2,
+    ),
     "a part missing in the norm": Planted(missing_in_norm, "norm", "", "leaves out a part"),
 }  # fmt: skip
-"""The experts of the issue are no layers of this project; a norm in half precision takes their place."""
 
 
 def sections_of(fault: Planted, of_layout: bool) -> dict[str, Any]:

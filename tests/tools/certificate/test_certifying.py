@@ -15,6 +15,7 @@ from tests.helpers import processes, warm
 from tests.helpers.ranks import RankPools
 from tests.helpers.tiny_run import write_tiny_run
 from tests.helpers.training import TINY_BERT
+from tests.tools.certificate.faults import sparse
 from trainer.base.errors import ExitCode, UsageError
 from trainer.cli import main
 from trainer.tools.certificate.certifying import JSON, MOST_STEPS, PAGE, beside, certify_records
@@ -35,6 +36,13 @@ class TestLayouts:
             (("parallel.pipeline.stages=2", "training.micro_batch_size=3"), 2),
             (("parallel.strategy=zero3",), 4),
         ]
+
+    def test_ranks_of_experts_are_ranks_of_the_layout(self):
+        found = named_layouts("expert=4; tensor=2 expert=2; fsdp expert=2", "bert_sample", [], None)
+        assert [(one.overrides[-1], one.processes) for one in found] == [
+            ("parallel.expert=4", 4), ("parallel.expert=2", 4), ("parallel.expert=2", 2),
+        ]  # fmt: skip
+        assert "parallel.expert=1" in one_process("bert_sample", ["parallel.expert=2"]).overrides
 
     @pytest.mark.parametrize(
         ("text", "problem"),
@@ -91,21 +99,6 @@ def test_a_layout_that_fails_is_named(tmp_path: Path, capsys: pytest.CaptureFixt
     words = ["certify", str(recipe), "--layouts", "tensor=3", "--steps", "1", "--output", str(tmp_path / "out")]
     assert main(words) == ExitCode.FAILED
     assert "tensor=3: failed: `parallel.tensor` must divide" in " ".join(capsys.readouterr().out.split())
-
-
-def test_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    variables = {
-        "RANK": "0",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "1",
-    }
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert main(["certify", "bert_sample"]) == ExitCode.USER
-    assert "trainer certify A B" in " ".join(capsys.readouterr().err.split())
 
 
 class TestRecords:
@@ -192,6 +185,10 @@ HONEST: dict[str, tuple[int, dict[str, Any]]] = {
     "selective recomputation": (
         2, {"parallel": {"tensor": 2, "sequence": True}, "activation_checkpointing": "selective"},
     ),
+    "experts": (2, {"parallel": {"expert": 2}, "training": {"micro_batch_size": 3}, **sparse()}),
+    "experts, sharded": (
+        3, {"parallel": {"expert": 3, "strategy": "fsdp"}, "training": {"micro_batch_size": 1}, **sparse(6)},
+    ),
     "an adapter under tensor ranks": (
         2, {"parallel": {"tensor": 2}, "model": {"adapter": {"type": "lora", "rank": 4}}},
     ),
@@ -219,6 +216,7 @@ def result_of(
 def test_an_honest_layout_is_equal(name: str, ranks: RankPools, tmp_path: Path):
     number, sections = HONEST[name]
     common = {"training": {"global_batch_size": 6, "micro_batch_size": 6}, "model": sections.get("model", {})}
+    common |= {key: sections[key] for key in ("task",) if key in sections}
     result = result_of(ranks, tmp_path, number, common, sections)
     assert result.is_equal, result.sentence()
     assert result.comparison is not None
@@ -239,6 +237,8 @@ def _many_layouts() -> dict[str, tuple[int, dict[str, Any]]]:
     for strategy in ("fsdp", "zero1", "zero2"):
         add(f"tensor and {strategy}", 4, {"strategy": strategy, "tensor": 2})
     add("tensor, sequence and fsdp", 4, {"strategy": "fsdp", "tensor": 2, "sequence": True}, 2)
+    for strategy in ("ddp", "fsdp"):
+        add(f"experts and {strategy}", 4, {"strategy": strategy, "expert": 2}, 2, **sparse())
     add("context", 2, {"context": 2})
     add("context and fsdp", 4, {"context": 2, "strategy": "fsdp"})
     for schedule in ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble"):
@@ -267,6 +267,7 @@ def test_many_honest_layouts_are_equal(name: str, ranks: RankPools, tmp_path: Pa
         "model": {"config": {**TINY_BERT, "num_hidden_layers": 4}},
         "precision": sections.get("precision", "fp32"),
     }
+    common |= {key: sections[key] for key in ("model", "task") if key in sections}
     result = result_of(ranks, tmp_path, number, common, sections, num_rows=25)
     assert result.is_equal, result.sentence()
 

@@ -56,7 +56,14 @@ def test_a_fault_is_named(name: str, ranks: RankPools, references: dict[str, Rec
 
 
 @pytest.mark.parametrize(
-    "name", ["a missing sum of a bias", "a stage that skips a residual", "tf32 on one rank", "an adapter's scale"]
+    "name",
+    [
+        "a missing sum of a bias",
+        "a stage that skips a residual",
+        "tf32 on one rank",
+        "an adapter's scale",
+        "one expert of two",
+    ],
 )
 def test_the_layout_without_its_fault_is_equal(
     name: str, ranks: RankPools, references: dict[str, Recording], tmp_path: Path

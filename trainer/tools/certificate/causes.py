@@ -148,6 +148,12 @@ def _embedding(found: Finding) -> str:
     return "other inputs: tokens, positions, or a stale buffer or weight of the embeddings"
 
 
+def _experts(found: Finding) -> str:
+    if found.one.place not in ("forward", "backward") or "expert" not in f"{found.kind} {found.module.lower()}":
+        return ""
+    return "experts that are left out or exchanged, or tokens that went to another expert" + _times(found)
+
+
 def _forward(found: Finding) -> str:
     if found.one.place != "forward":
         return ""
@@ -223,6 +229,6 @@ def _of_one_rank(found: Finding) -> str:
 
 
 _CAUSES: Sequence[Callable[[Finding], str]] = (
-    _other_training, _weights, _order, _grown, _adapter, _products, _norm, _attention, _embedding, _forward, _loss,
-    _backward, _sum, _global_norm, _update,
+    _other_training, _weights, _order, _grown, _adapter, _products, _norm, _attention, _embedding, _experts, _forward,
+    _loss, _backward, _sum, _global_norm, _update,
 )  # fmt: skip

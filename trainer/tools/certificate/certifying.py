@@ -13,21 +13,22 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from trainer.base.digests import source_digest
+from trainer.base.digests import digest_of, source_digest
 from trainer.base.disk import read_plain, replace_text
 from trainer.base.distribution import versions
-from trainer.base.errors import ExitCode, TrainerError, UsageError, storage_error
-from trainer.launch.local import number_of_ranks, run_on_fresh_ranks
-from trainer.ranks.environment import detect
+from trainer.base.errors import TrainerError, UsageError, storage_error
+from trainer.launch.local import number_of_ranks
+from trainer.ranks.environment import LaunchEnvironment, detect
 from trainer.recipe.reading.loading import load_recipe
+from trainer.recipe.schema import Recipe
 from trainer.tools.certificate.causes import Finding, likely
 from trainer.tools.certificate.differences import compare
 from trainer.tools.certificate.layouts import named_layouts, one_process, usual_layouts
 from trainer.tools.certificate.page import page
 from trainer.tools.certificate.recording import FOLDER, Recording, read_recording
-from trainer.tools.certificate.result import Certificate, LayoutResult, content_hash
+from trainer.tools.certificate.result import Certificate, JobEndedError, LayoutResult, content_hash
 from trainer.tools.compare.contestants import Contestant
-from trainer.tools.compare.turns import Measurement, folder_name, measured_recipe, measured_words
+from trainer.tools.compare.turns import Measurement, folder_name, measured_recipe, measured_words, train_turn
 
 MOST_STEPS = 16
 """The steps that `logging.fingerprints` records."""
@@ -48,33 +49,49 @@ class CertifyRequest:
     against_first: bool = False  # whether the first layout is the reference, and not one process
 
 
-def certify(request: CertifyRequest, show: Callable[[str], None]) -> Certificate:
-    """Train each layout with fingerprints, compare it with the reference, and write the certificate.
+def certify(
+    request: CertifyRequest, show: Callable[[str], None], finish: Callable[[Certificate], None] = lambda _: None
+) -> int:
+    """Train each layout with fingerprints, compare it with the reference, write the certificate; return the exit code.
+
+    In a job of a launcher, rank 0 does so, and leads the other ranks.
 
     Args:
         show: shows a line of the progress.
+        finish: shows the certificate.
 
     Raises:
         TrainerError: the recipe or a layout cannot be read, or the reference fails.
         KeyboardInterrupt: a signal.
     """
-    if detect().has_ranks:
-        raise UsageError(
-            "`trainer certify RECIPE` starts its own ranks, but a launcher has started this one; run it without a"
-            " launcher, or train each layout of the job with logging.fingerprints=true and compare the folders of the"
-            " runs: trainer certify A B"
-        )
+    environment = detect()
     recipe = load_recipe(request.recipe, request.overrides).recipe
     folder = request.output or Path("runs") / f"{recipe.name}-certify"
-    layouts = _layouts(request)
+    turns = Turns(request, folder, _layouts(request, environment))
+
+    def lead(train: Callable[[int, int], None]) -> int:
+        found = _in_turns(turns, recipe, train, show)
+        finish(found)
+        return found.exit_code
+
+    if not environment.has_ranks:
+        return lead(turns.train)
+    from trainer.tools.certificate.job import in_job
+
+    facts = [recipe.model_dump(mode="json"), str(request), [str(one) for one in turns.layouts], source_digest()]
+    return in_job(environment, recipe, digest_of(facts), turns, lambda leader: lead(leader.train))
+
+
+def _in_turns(
+    turns: Turns, recipe: Recipe, train: Callable[[int, int], None], show: Callable[[str], None]
+) -> Certificate:
+    request, folder, layouts = turns.request, turns.folder, turns.layouts
     show(f"{len(layouts)} layouts, {request.steps} steps each, in {folder}")
     reference: Recording | None = None
     results: list[LayoutResult] = []
     for number, contestant in enumerate(layouts):
-        name = (
-            "one process" if contestant.processes == 1 and not request.against_first and not number else contestant.name
-        )
-        result = _train(request, contestant, name, folder, number)
+        name = turns.name(number)
+        result = _result(turns, number, train)
         if reference is None:
             if result.recording is None:
                 raise TrainerError(f"the reference of the certificate ({name}) must train, but failed: {result.reason}")
@@ -166,35 +183,88 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _layouts(request: CertifyRequest) -> list[Contestant]:
+def _layouts(request: CertifyRequest, environment: LaunchEnvironment) -> list[Contestant]:
     import torch
 
+    gpus = torch.cuda.device_count()
+    # A launcher that starts one process only knows the number that it was asked for.
+    asked = request.processes or (environment.is_alone and number_of_ranks(None)) or None
+    world = environment.world_size if environment.has_ranks else None
     if request.layouts is None:
-        ranks = number_of_ranks(request.processes) if request.processes else max(2, torch.cuda.device_count())
-        found = usual_layouts(request.recipe, request.overrides, ranks, torch.cuda.device_count())
+        ranks = asked or world or max(2, gpus)
+        found = usual_layouts(request.recipe, request.overrides, ranks, gpus)
     else:
-        found = named_layouts(request.layouts, request.recipe, request.overrides, request.processes)
+        found = named_layouts(request.layouts, request.recipe, request.overrides, asked, world)
     first = [] if request.against_first else [one_process(request.recipe, request.overrides)]
-    return list(dict.fromkeys([*first, *found]))
+    found = list(dict.fromkeys([*first, *found]))
+    for one in found:
+        if world is not None and one.processes > world:
+            raise UsageError(
+                f"a layout must have at most the {world} ranks of the job, but {one.name} needs {one.processes}; start"
+                " more ranks, or leave it out"
+            )
+    return found
 
 
-def _train(request: CertifyRequest, contestant: Contestant, name: str, folder: Path, number: int) -> LayoutResult:
-    """Train one layout; its result holds the recording, or the reason of its failure."""
-    place = folder / "runs" / f"{number}-{folder_name(name)}"
-    shutil.rmtree(place, ignore_errors=True)
-    try:
-        place.mkdir(parents=True)
-        measured = {**measured_words(place, request.steps), "logging.fingerprints": "true"}
+@dataclass(frozen=True)
+class Turns:
+    """The turns of a certificate; each trains one layout."""
+
+    request: CertifyRequest
+    folder: Path
+    layouts: Sequence[Contestant]
+
+    def name(self, number: int) -> str:
+        """Return the name of a layout."""
+        contestant = self.layouts[number]
+        if contestant.processes == 1 and not self.request.against_first and not number:
+            return "one process"
+        is_unique = sum(one.name == contestant.name for one in self.layouts) == 1
+        return contestant.name + ("" if is_unique else f" processes={contestant.processes}")
+
+    def place(self, number: int) -> Path:
+        """Return the folder of a layout."""
+        return self.folder / "runs" / f"{number}-{folder_name(self.name(number))}"
+
+    def train(self, number: int, processes: int) -> None:
+        """Train a layout on new ranks of this machine."""
+        self(number, None)
+
+    def __call__(self, number: int, place: LaunchEnvironment | None) -> None:
+        """Train a layout on new ranks, or that of a place.
+
+        Raises:
+            TrainerError: the layout failed.
+            KeyboardInterrupt: a signal.
+        """
+        request, contestant, folder = self.request, self.layouts[number], self.place(number)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _not_written(self.folder, error) from error
+        measured = {**measured_words(folder, request.steps), "logging.fingerprints": "true"}
         resolved = measured_recipe(request.recipe, [*request.overrides, *contestant.overrides], measured)
-        run_on_fresh_ranks(resolved, contestant.processes, Measurement(place / "output.txt", None))
-        recording = read_recording(place)
+        train_turn(resolved, contestant.processes, Measurement(folder / "output.txt", None), place)
+
+
+def _result(turns: Turns, number: int, train: Callable[[int, int], None]) -> LayoutResult:
+    """Train one layout; its result holds the recording, or the reason of its failure."""
+    contestant = turns.layouts[number]
+    shutil.rmtree(turns.place(number), ignore_errors=True)
+    try:
+        train(number, contestant.processes)
+        recording = read_recording(turns.place(number))
     except TrainerError as error:
-        if error.exit_code == ExitCode.STOPPED:
-            raise KeyboardInterrupt from error
-        return LayoutResult(name, contestant.processes, reason=str(error))
+        if isinstance(error, JobEndedError):
+            raise
+        return LayoutResult(turns.name(number), contestant.processes, reason=str(error))
     except OSError as error:
-        raise storage_error(f"`--output` is {folder}, which cannot be written: {error}", error) from error
-    return LayoutResult(name, contestant.processes, recording=recording)
+        raise _not_written(turns.folder, error) from error
+    return LayoutResult(turns.name(number), contestant.processes, recording=recording)
+
+
+def _not_written(folder: Path, error: OSError) -> TrainerError:
+    return storage_error(f"`--output` is {folder}, which cannot be written: {error}", error)
 
 
 def _run_of(place: Path) -> Path:

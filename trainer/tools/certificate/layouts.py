@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import Literal
 
 from trainer.base.errors import TrainerError, UsageError
 from trainer.base.extensions import registered
@@ -15,6 +16,7 @@ from trainer.recipe.strategies import STRATEGIES
 from trainer.tools.compare.contestants import Contestant, contestants
 from trainer.tools.plan.searching import changing
 
+_CUTS: tuple[Literal["axis"], Literal["experts"]] = ("axis", "experts")
 _PROCESSES = "processes"
 _RANKS = 2  # of a layout that names no degree
 _ONE_PROCESS = (
@@ -23,11 +25,14 @@ _ONE_PROCESS = (
 )  # fmt: skip
 
 
-def named_layouts(text: str, recipe: str, common: Sequence[str], processes: int | None) -> list[Contestant]:
+def named_layouts(
+    text: str, recipe: str, common: Sequence[str], processes: int | None, world: int | None = None
+) -> list[Contestant]:
     """Return the layouts of a text; `;` separates them.
 
     A word is a strategy, an override, or the last part of a key, such as `tensor=2`. `processes=N` sets the ranks;
-    without it, a layout has as many as its degrees need, or `processes`, and two at least.
+    without it, a layout has as many as its degrees need, or `processes`, and two at least. In a job of `world` ranks,
+    it has the most of them that its degrees divide.
 
     Raises:
         UsageError: a word is none of these.
@@ -40,7 +45,7 @@ def named_layouts(text: str, recipe: str, common: Sequence[str], processes: int 
                 number = _number(word)
             else:
                 words.append(_override(word))
-        found.append(Contestant(tuple(words), _ranks(recipe, [*common, *words], number)))
+        found.append(Contestant(tuple(words), _ranks(recipe, [*common, *words], number, world)))
     if not found:
         raise UsageError(f"`--layouts` is {text!r}, which names no layout; name some, as in 'fsdp; tensor=2'")
     return found
@@ -55,7 +60,7 @@ def usual_layouts(recipe: str, common: Sequence[str], processes: int, gpus: int)
 def one_process(recipe: str, common: Sequence[str]) -> Contestant:
     """Return the recipe on one process, without cuts."""
     own = load_recipe(recipe, common).recipe
-    words = [*_ONE_PROCESS, *(f"{axis.name}=1" for axis in registered("axis"))]
+    words = [*_ONE_PROCESS, *(f"{one.name}=1" for kind in _CUTS for one in registered(kind))]
     return Contestant(changing(words, own.model_dump(mode="json"), ()), 1)
 
 
@@ -84,17 +89,20 @@ def _number(word: str) -> int:
     return int(text)
 
 
-def _ranks(recipe: str, words: Sequence[str], processes: int | None) -> int:
+def _ranks(recipe: str, words: Sequence[str], processes: int | None, world: int | None) -> int:
     try:
         loaded = load_recipe(recipe, words).recipe
     except TrainerError:  # it fails in its turn, with its message
-        return processes or _RANKS
+        return processes or world or _RANKS
     if STRATEGIES[loaded.parallel.strategy].single_process:
         return 1
     needed = _degrees(loaded)
+    if world and not processes:
+        return max(needed, world // needed * needed)
     return processes or (needed if needed > 1 else _RANKS)
 
 
 def _degrees(recipe: Recipe) -> int:
-    axes: list[int] = [value_at(recipe, axis.name) or 1 for axis in registered("axis")]
+    # Experts are divided over data ranks, which tensor ranks and stages are not.
+    axes: list[int] = [value_at(recipe, one.name) or 1 for kind in _CUTS for one in registered(kind)]
     return prod([recipe.parallel.tensor, recipe.parallel.pipeline.stages, *axes])

@@ -11,13 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from trainer.base.digests import file_digest
-from trainer.base.errors import ExitCode
+from trainer.base.errors import ExitCode, LostPeerError
 from trainer.observe.metrics_file import encode_number
 from trainer.tools.certificate.differences import Comparison, Difference
 from trainer.tools.certificate.recording import Recording
 from trainer.tools.compare.turns import first_line
 
 _FORMAT = 1
+
+
+class JobEndedError(LostPeerError):
+    """The end of a rank of the job, and not of a layout alone."""
 
 
 @dataclass(frozen=True)
