@@ -24,6 +24,9 @@ def compare(
     layouts: Annotated[Path | None, value("Layouts to compare, as overrides, a layout a line.", "FILE")] = None,
     processes: RanksOption = None,
     steps: Annotated[int, count("Steps of each of the two turns of a layout.", least=2)] = 30,
+    seeds: Annotated[
+        int | None, count("Train each to its end with N seeds, and compare the metrics of the last evaluation.")
+    ] = None,
     output: Annotated[Path | None, output_option("For the results; default: runs/NAME-compare.", "FOLDER")] = None,
     hardware: Annotated[
         str | None, value("Device as in `trainer plan --gpus`, to plan the time of a step.", "NAME")
@@ -37,5 +40,5 @@ def compare(
     from trainer.tools.compare.compare import CompareRequest
     from trainer.tools.compare.compare import compare as compare_layouts
 
-    request = CompareRequest(recipe, overrides or (), layouts, processes, steps, output, hardware)
+    request = CompareRequest(recipe, overrides or (), layouts, processes, steps, output, hardware, seeds)
     raise typer.Exit(compare_layouts(request, say))

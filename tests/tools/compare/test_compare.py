@@ -123,7 +123,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Trainings that only write records; returns the overrides of each, in order."""
     done: list[str] = []
 
-    def train(resolved: ResolvedRecipe, number: int, job: Any) -> int:
+    def train(resolved: ResolvedRecipe, number: int, job: Any, place: Any = None) -> int:
         recipe = resolved.recipe
         done.append(f"{recipe.parallel.strategy} {recipe.precision}")
         if recipe.precision == "bf16":
@@ -221,7 +221,7 @@ class TestTurns:
     ):
         train: Any = turns.run_on_fresh_ranks
 
-        def interrupted(resolved: ResolvedRecipe, number: int, job: Any) -> int:
+        def interrupted(resolved: ResolvedRecipe, number: int, job: Any, place: Any = None) -> int:
             if len(trained) == 3:
                 steps = resolved.recipe.training.model_copy(update={"stop_at_step": 4})
                 recipe = resolved.recipe.model_copy(update={"training": steps})

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ from trainer.ranks.environment import detect
 from trainer.recipe.reading.loading import load_recipe
 from trainer.tools.compare.comparison_page import write_page
 from trainer.tools.compare.contestants import contestants
+from trainer.tools.compare.outcomes import compare_outcomes
 from trainer.tools.compare.result_table import table, write
 from trainer.tools.compare.trial_results import results, with_plan
 from trainer.tools.compare.turns import TURNS, Comparison
@@ -39,6 +41,7 @@ class CompareRequest:
     steps: int  # the steps of each turn
     output: Path | None  # the folder of the results; None: `runs/NAME-compare`
     hardware: str | None  # a device as in `trainer plan --gpus`, for planned times
+    seeds: int | None = None  # with so many seeds to the end, for their metrics; None: turns for costs
 
 
 def compare(request: CompareRequest, echo: Callable[[str], None]) -> int:
@@ -55,6 +58,15 @@ def compare(request: CompareRequest, echo: Callable[[str], None]) -> int:
     gpus, ranks = torch.cuda.device_count(), number_of_ranks(request.processes)
     common, found = contestants(request.recipe, request.words, request.layouts, ranks, gpus)
     folder = request.output or Path("runs") / f"{load_recipe(request.recipe, common).recipe.name}-compare"
+    facts: dict[str, Any] = {
+        "recipe": request.recipe,
+        "overrides": common,
+        "processes": ranks,
+        "device": torch.cuda.get_device_name(0) if gpus else f"cpu, {platform.machine()}, {os.cpu_count()} cores",
+        "versions": versions(),
+    }
+    if request.seeds is not None:
+        return compare_outcomes(request.recipe, common, found, request.seeds, folder, facts, echo)
     comparison = Comparison(request.recipe, common, found, request.steps, folder)
     echo(f"{len(found)} layouts, {TURNS} turns of {request.steps} steps each on {ranks} processes, in {folder}")
     is_interrupted = False
@@ -73,15 +85,8 @@ def compare(request: CompareRequest, echo: Callable[[str], None]) -> int:
                 with_plan(result, trial, request.hardware)
                 for result, trial in zip(made, comparison.trials, strict=True)
             ]
-    facts = {
-        "recipe": request.recipe,
-        "overrides": common,
-        "processes": ranks,
-        "steps": request.steps,
-        "device": torch.cuda.get_device_name(0) if gpus else f"cpu, {platform.machine()}, {os.cpu_count()} cores",
-        "versions": versions(),
-        "written": datetime.now().astimezone().isoformat(" ", "minutes"),
-    }
+    facts["steps"] = request.steps
+    facts["written"] = datetime.now().astimezone().isoformat(" ", "minutes")
     write(made, folder, facts)
     write_page(made, folder, facts, is_cpu=gpus == 0)
     echo("")

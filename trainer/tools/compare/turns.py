@@ -68,6 +68,30 @@ def measured_recipe(recipe: str, words: Sequence[str], measured: Mapping[str, st
     return load_recipe(recipe, [*kept, *(f"{key}={text}" for key, text in measured.items())])
 
 
+def train_turn(
+    resolved: ResolvedRecipe, processes: int, job: Measurement, place: LaunchEnvironment | None = None
+) -> None:
+    """Train a measured recipe on fresh ranks, or that of a place, until its `training.stop_at_step`.
+
+    Raises:
+        TrainerError: a rank failed.
+        KeyboardInterrupt: a signal.
+    """
+    try:
+        code = run_on_fresh_ranks(resolved, processes, job, place)
+    except TrainerError as error:
+        if error.exit_code == ExitCode.STOPPED:
+            raise KeyboardInterrupt from error
+        raise
+    # Rank 0 of a job alone must see the metrics: the others stop at the same step.
+    if code != ExitCode.STOPPED or (place is not None and place.rank):
+        return
+    written = read_metrics(job.output.parent / METRICS_FILE_NAME).steps
+    # Stopped before its last step: a signal has reached the ranks, and not this process.
+    if (written[-1].step if written else 0) < (resolved.recipe.training.stop_at_step or 0):
+        raise KeyboardInterrupt
+
+
 def folder_name(name: str) -> str:
     """Return the name of a contestant as a part of the name of a folder."""
     return re.sub(r"[^\w.=-]+", "_", name)[:60]
@@ -161,19 +185,12 @@ class Comparison:
             folder.mkdir(parents=True)
             measured = measured_words(folder, stop, self._unused)
             resolved = measured_recipe(self._recipe, self._words(trial), measured)
-            job = Measurement(folder / _OUTPUT, probed)
-            code = run_on_fresh_ranks(resolved, trial.contestant.processes, job)
+            train_turn(resolved, trial.contestant.processes, Measurement(folder / _OUTPUT, probed))
         except TrainerError as error:
-            if error.exit_code == ExitCode.STOPPED:
-                raise KeyboardInterrupt from error
             trial.reason = str(error)
             return None
         except OSError as error:
             raise storage_error(f"`--output` is {self.folder}, which cannot be written: {error}", error) from error
-        written = read_metrics(folder / METRICS_FILE_NAME).steps
-        # Stopped before its last step: a signal has reached the ranks, and not this process.
-        if code == ExitCode.STOPPED and (written[-1].step if written else 0) < stop:
-            raise KeyboardInterrupt
         metrics = self._metrics(trial, folder)
         # The mark is written last, so a turn with a mark is whole.
         replace_text(folder / _COMPLETE, json.dumps({"overrides": self._words(trial)}) + "\n")
