@@ -18,14 +18,17 @@ from transformers.utils import ADAPTER_CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from trainer.base.disk import save_tensors
 from trainer.base.errors import UsageError
+from trainer.models.merged_weights import is_fused, parts_of_products
 from trainer.models.names import aliases, owner_of, parts_of_layers, prefixes
 from trainer.models.weight_files import transformers_class
-from trainer.parallel.tensor.kinds import ATTRIBUTE, ROWS
-from trainer.recipe.schema import Model
+from trainer.parallel.tensor.kinds import ROWS
+from trainer.recipe.schema import Adapter, Model
 from trainer.tasks.exported import CardForm
 
 _WEIGHTS_NAME = "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of PEFT's wrapper
+# PEFT converts these names in models with fused experts (`utils/transformers_weight_conversion.py`).
+_OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 Number = TypeVar("Number", int, float)
 
 
@@ -57,12 +60,12 @@ def write_adapter(
         UsageError: PEFT has no place for a weight.
         OSError, SafetensorError: a file cannot be written.
     """
-    products, rows = parts_of_layers(available, ATTRIBUTE), parts_of_layers(available, ROWS)
+    products, rows = parts_of_products(available), parts_of_layers(available, ROWS)
     # PEFT has no trained rows over a product, so such a layer is written whole.
-    lacking = lacking | {f"{layer}.weight" for layer in products.keys() & rows.keys()}
+    lacking = lacking | {f"{layer}.weight" for layer in rows if f"{layer}.weight" in products}
     # `read` merges products and rows into weights that are written whole.
     whole = {name.removesuffix(".weight") for name in lacking}
-    layers = products.keys() - whole
+    layers = {name.removesuffix(".weight"): parts for name, parts in products.items() if name not in lacking}
     if not layers:
         raise UsageError(
             "`--adapter` needs a product beside frozen weights, because PEFT has no adapter without one, but"
@@ -71,8 +74,9 @@ def write_adapter(
     tied = aliases(model)
     saved = _whole_modules(model, lacking, layers)
     tensors: dict[str, Tensor] = {}
-    for layer in sorted(layers):
-        tensors |= {f"{layer}.{name}": tensor for name, tensor in _in_peft(products[layer], read).items()}
+    for layer, parts in sorted(layers.items()):
+        place = layer if f"{layer}.weight" in products else _wrapper(model, layer, layers)
+        tensors |= {f"{place}.{name}": tensor for name, tensor in _in_peft(parts, read).items()}
     tokens: dict[str, list[int]] = {}
     for layer in sorted(rows.keys() - whole):
         if "rows" in rows[layer]:  # a tied head shares those of the embedding
@@ -89,6 +93,14 @@ def write_adapter(
     config = _config(model, recipe, layers, saved, task_type) | {"trainable_token_indices": tokens or None}
     (folder / ADAPTER_CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return folder / _WEIGHTS_NAME
+
+
+def _wrapper(model: nn.Module, parameter: str, adapted: Collection[str]) -> str:
+    """Return the name of PEFT's wrapper of a parameter of a module; wrappers of later parameters lie around it."""
+    owner = owner_of(parameter)
+    names = [f"{owner}.{name}" for name, _ in model.get_submodule(owner).named_parameters(recurse=False)]
+    later = [name for name in names[names.index(parameter) + 1 :] if name in adapted]
+    return owner + ".base_layer" * len(later)
 
 
 def _refuse_lost_bias(model: Any, lacking: Set[str]) -> None:
@@ -115,6 +127,9 @@ def _in_peft(parts: Mapping[str, str], read: Callable[[str], Tensor]) -> dict[st
         # [A; A0] and [B, -B0]: their product is B A - B0 A0.
         first = torch.cat([first, product["start_A"]])
         second = torch.cat([second, -product["start_B"]], dim=1)
+    if first.dim() == 3:
+        # Of experts: [experts * rank, in], and [out, rank * experts], as `ParamWrapper` of PEFT has them.
+        first, second = first.flatten(0, 1), second.permute(1, 2, 0).flatten(1)
     factors = {"lora_A.weight": first, "lora_B.weight": second}
     return factors | ({"lora_magnitude_vector": product["magnitude.weight"]} if "magnitude.weight" in product else {})
 
@@ -126,19 +141,22 @@ def _config(
     assert adapter is not None, "the caller has checked it"
     # A product that began with a part of the weight has twice the rank; `alpha` keeps its scaling.
     doubled = 1 if adapter.start in (None, "loftq") else 2
-    ranks = {layer: doubled * adapter.rank_of(layer) for layer in sorted(layers)}
+    targets = {_target(model, adapter, layer): layer for layer in sorted(layers)}
+    ranks = {target: doubled * adapter.rank_of(layer) for target, layer in targets.items()}
     # Alpha such that PEFT's scaling, alpha / rank or alpha / sqrt(rank), equals ours.
     alphas = {
-        layer: adapter.scaling_of(layer) * (math.sqrt(rank) if adapter.rank_stabilised else rank)
-        for layer, rank in ranks.items()
+        target: adapter.scaling_of(targets[target]) * (math.sqrt(rank) if adapter.rank_stabilised else rank)
+        for target, rank in ranks.items()
     }
     rank, alpha = _most_frequent(ranks.values()), _most_frequent(alphas.values())
+    parameters = {name for name, _ in model.named_parameters()}
+    modules, others = {name for name, _ in model.named_modules() if name}, parameters.intersection(targets)
     auto = {"base_model_class": class_.__name__, "parent_library": class_.__module__}
     return {
         "auto_mapping": None if task_type else auto,
         "base_model_name_or_path": recipe.name_or_path,
         "bias": "none",
-        "fan_in_fan_out": any(isinstance(model.get_submodule(layer), Conv1D) for layer in layers),
+        "fan_in_fan_out": any(isinstance(model.get_submodule(layer), Conv1D) for layer in modules.intersection(layers)),
         "inference_mode": True,
         # Not the recipe's start, by which PEFT would change the base when it loads the adapter.
         "init_lora_weights": True,
@@ -151,11 +169,25 @@ def _config(
         "r": rank,
         "rank_pattern": {re.escape(layer): of_layer for layer, of_layer in ranks.items() if of_layer != rank},
         "revision": recipe.revision,
-        "target_modules": _shortest(model, layers),
+        "target_modules": _shortest(modules, modules.intersection(targets)),
+        "target_parameters": sorted(_shortest(parameters, others)) if others else None,
         "task_type": task_type,
         "use_dora": adapter.type == "dora",
         "use_rslora": adapter.rank_stabilised,
     }
+
+
+def _target(model: nn.Module, adapter: Adapter, layer: str) -> str:
+    """Return the name of a layer, or that of its weight if PEFT would take the layer for older, separate experts."""
+    is_linear = layer in dict(model.named_modules())
+    if not is_linear or layer.rpartition(".")[2] not in _OF_EXPERTS or not any(map(is_fused, model.modules())):
+        return layer
+    if adapter.dropout > 0 or adapter.type != "lora":
+        raise UsageError(
+            f"`--adapter` needs LoRA without dropout for {layer}, because PEFT takes its name for that of experts, and"
+            " so adapts its weight as a parameter; export the merged model, without --adapter"
+        )
+    return f"{layer}.weight"
 
 
 def card_form(folder: Path) -> CardForm:
@@ -214,12 +246,12 @@ def _require_own_ends(model: nn.Module, wholes: Set[str]) -> None:
             )
 
 
-def _shortest(model: nn.Module, layers: Collection[str]) -> list[str] | str:
-    """Return the shortest ends of names that match these layers and no other module.
+def _shortest(names: Collection[str], layers: Collection[str]) -> list[str] | str:
+    """Return the shortest ends of `names` that match these layers and no other name.
 
     If the name of a layer ends another name, return a regular expression of the whole names.
     """
-    others = [f".{name}" for name, _ in model.named_modules() if name and name not in layers]
+    others = [f".{name}" for name in names if name not in layers]
     ends: set[str] = set()
     for layer in layers:
         parts = layer.split(".")

@@ -61,7 +61,7 @@ def test_a_shared_spelling_of_tools_maps_to_one_key() -> None:
         ("parallel.zero_optimization.stage", "is `parallel.strategy` here"),
         ("tensor-model-parallel-size", "is `parallel.tensor` here"),
         ("pipeline-model-parallel-size", "is `parallel.pipeline.stages` here"),
-        ("expert-model-parallel-size", "has no counterpart here"),
+        ("expert-model-parallel-size", "is `parallel.expert` here"),
         ("--tensor_model_parallel_size", "is `parallel.tensor` here"),
         ("--lr-warmup-iters", "is `schedule.warmup` here"),
         ("fsdp_config", "is `parallel.strategy` here"),

@@ -93,6 +93,12 @@ def above_zero(value: object) -> float | None:
     return found if found > 0 else None
 
 
+def router_loss(value: object) -> Converted | None:
+    coefficient = above_zero(value)
+    note = "balances the experts over the global batch, not within each microbatch"
+    return Converted(coefficient, note, differs=True) if coefficient else None
+
+
 def device(offloaded: str) -> Value:
     """Return the conversion of DeepSpeed's device for the state that `offloaded` names."""
 
@@ -148,6 +154,7 @@ _CONVERSIONS: Mapping[str, Value] = {
     "text": text,
     "above_zero": above_zero,
     "above_zero_unless_auto": _above_zero_unless_auto,
+    "router_loss": router_loss,
     "optimizer": optimizer,
     "optimizer_of_deepspeed": optimizer_of_deepspeed,
 }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from trainer.tools.convert.draft import Draft, Outcome
 from trainer.tools.convert.examples import folder_or_name
+from trainer.tools.convert.foreign.values import Todo, router_loss
 from trainer.tools.convert.programs.adapters import adapter, quantization, targets
 from trainer.tools.convert.programs.axolotl_rows import rows
 from trainer.tools.convert.programs.model import (
@@ -133,11 +135,25 @@ def _model(draft: Draft, folder: Path) -> None:
             text = f"the tokenizer with the {key} {token.value}: the model's own if it has it, else a folder"
             draft.refuse("model.tokenizer", text, token)
     if (config := sources.given(_AX, "overrides_of_model_config")) is not None:
-        draft.take("model.config", config.value, config)
+        _configuration(draft, config)
     jinja = sources.given(_AX, "chat_template_jinja")
     if jinja is not None:
         draft.refuse("model.tokenizer", "a folder of the tokenizer with the template of chat_template_jinja", jinja)
     chat_template(draft, sources.given(_AX, "chat_template"), "axolotl", folder)
+
+
+def _configuration(draft: Draft, item: Item) -> None:
+    """Propose the changed configuration of the model, and the loss of its routers as a key of the task."""
+    changes = dict(item.value) if isinstance(item.value, Mapping) else item.value
+    if isinstance(changes, dict) and changes.pop("output_router_logits", False):
+        text = "the coefficient router_aux_loss_coef in the configuration of the model, or null"
+        loss = router_loss(changes.pop("router_aux_loss_coef")) if "router_aux_loss_coef" in changes else Todo(text)
+        if isinstance(loss, Todo):
+            draft.take("task.router_loss", loss, item)
+        elif loss is not None:
+            draft.take("task.router_loss", loss.value, item, note=loss.note, differs=loss.differs)
+    if changes:
+        draft.take("model.config", changes, item)
 
 
 def _adapter(draft: Draft) -> None:
