@@ -154,7 +154,7 @@ def test_check_as_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None
     answer = json.loads(capsys.readouterr().out)
     assert answer["recipe"]["data"]["name"] == "nyu-mll/glue"
     assert answer["origins"]["data.cache"] == "default"
-    assert answer["layout"] == {"dp_replicate": 2, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1}
+    assert answer["layout"] == {"dp_replicate": 2, "dp_shard": 1, "ep": 1, "cp": 1, "tp": 1, "pp": 1}
     assert answer["batch"]["num_microbatches"] == 2
 
 
@@ -440,7 +440,7 @@ def test_every_name_can_be_shown(tmp_path: Path, encoding: str) -> None:
     Path(os.fsdecode(path)).write_text('{"extends": "bert_base_mrpc"}')
     for override, code in (("training.epochs=1", 0), ("training.epochs=0", 2), ("checkpoint.folder=\xe9", 0)):
         done = subprocess.run(
-            [*PROGRAM, "check", path, override],
+            [*PROGRAM, "check", path, override, "--quick"],
             env=environment(PYTHONIOENCODING=encoding),
             capture_output=True,
             timeout=60,

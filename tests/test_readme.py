@@ -59,6 +59,13 @@ ELSEWHERE = {
     'trainer certify bert_sample --layouts "fsdp; tensor=2; zero3" --steps 8': (
         "tests/tools/certificate/test_certifying.py::def test_as_a_user"
     ),
+    "torchrun --nproc-per-node 8 -m trainer certify bert_sample"
+    ' --layouts "fsdp; tensor=2; fsdp processes=4" --steps 8': (
+        "tests/tools/certificate/test_job.py::def test_launchers"
+    ),
+    'srun trainer certify bert_sample --layouts "hsdp shard=8; tensor=8" --against-first': (
+        "tests/tools/certificate/test_job.py::def test_three_ranks"
+    ),
     "trainer certify runs/before runs/after": "tests/tools/certificate/test_certifying.py::def test_two_recorded_runs",
     "trainer run bert_sample training.max_steps=4 logging.fingerprints=true checkpoint.folder=runs/before": (
         "tests/tools/certificate/test_certifying.py::def test_two_recorded_runs"

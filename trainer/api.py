@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from trainer.base import extensions
 from trainer.base.errors import ExitCode, LaunchError, UsageError
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from trainer.recipe.schema import OptimizerKeys, ScheduleKeys, TaskKeys
     from trainer.recipe.strategies import Strategy
     from trainer.tasks.task import Task
+    from trainer.tools.plan.machines import MachineResult
     from trainer.tools.plan.recipe_plan import RecipePlan
     from trainer.training.assembly import Assembly
     from trainer.use.export.exporting import Exported
@@ -120,6 +121,16 @@ def run(
     return _result(Path(resolved.recipe.checkpoint.folder), code)
 
 
+@overload
+def plan(  # type: ignore[overload-overlap]
+    recipe: ResolvedRecipe | str | Path, gpus: Literal["any"], *, length: int | None = None, rows: int | None = None,
+    within: str | None = None, at_most: str | None = None,
+) -> MachineResult: ...  # fmt: skip
+@overload
+def plan(
+    recipe: ResolvedRecipe | str | Path, gpus: str, *, nodes: int = 1, length: int | None = None,
+    link: str | None = None, network: str | None = None, host_memory: str | None = None,
+) -> RecipePlan: ...  # fmt: skip
 def plan(
     recipe: ResolvedRecipe | str | Path,
     gpus: str,
@@ -129,23 +140,31 @@ def plan(
     link: str | None = None,
     network: str | None = None,
     host_memory: str | None = None,
-) -> RecipePlan:
-    """Plan a training step on GPUs that need not exist, as `trainer plan` does.
+    rows: int | None = None,
+    within: str | None = None,
+    at_most: str | None = None,
+) -> RecipePlan | MachineResult:
+    """Plan a training step on GPUs that need not exist, as `trainer plan` does; with "any", find the machines.
 
     Args:
         recipe: The result of `load_recipe`, a recipe file, or a name.
-        gpus: The GPUs of each machine, such as "8x80GiB" or "8xA100-80"; only a name has a time.
+        gpus: The GPUs of each machine, such as "8x80GiB" or "8xA100-80"; only a name has a time. "any": all known ones.
         nodes: The number of machines.
         length: The tokens of each text; None: `data.max_length`.
         link: The link between the GPUs of a machine, such as "pcie"; None: the usual one of the device.
         network: The network of each machine, such as "8x400Gb"; None: the usual one of the device.
         host_memory: The memory of each machine, such as "512GiB"; None: it gives no verdict.
+        rows: With "any", the rows of an epoch.
+        within: With "any", the longest time of the training, such as "6h".
+        at_most: With "any", its highest price, such as "50USD".
 
     Raises:
         TrainerError: The recipe cannot be laid out over the GPUs, or its step cannot be planned.
         LaunchError: This process is a rank of a run, which has collectives of its own.
     """
     from trainer.tools.plan.hardware import parse_devices
+    from trainer.tools.plan.machine_request import ANY, MachineLimits, MachineRequest, require_unused
+    from trainer.tools.plan.machines import find_machines
     from trainer.tools.plan.recipe_plan import checked_plan
 
     if _is_rank():
@@ -155,6 +174,12 @@ def plan(
     else:
         with problems_name_the_machine():
             resolved = loading.load_recipe(str(recipe), needs_data=False)
+    limits = MachineLimits(within, at_most)
+    if gpus.strip().lower() == ANY:
+        require_unused({"nodes": nodes > 1, "link": link, "network": network, "host_memory": host_memory})
+        with _command("plan", recipe) as words:
+            return find_machines(MachineRequest.of(words[1], (), length, rows, limits), resolved)
+    limits.require_any(gpus)
     return checked_plan(resolved, parse_devices(gpus, link, network, host_memory), nodes, length)
 
 
@@ -308,6 +333,7 @@ def compare(
     layouts: Sequence[str] = (),
     processes: int | None = None,
     steps: int = 30,
+    seeds: int | None = None,
     folder: str | Path | None = None,
     hardware: str | None = None,
 ) -> Mapping[str, Any]:
@@ -319,6 +345,7 @@ def compare(
         layouts: Layouts as texts of overrides, such as "parallel.tensor=2 precision=bf16".
         processes: The ranks of each layout; None: one for each GPU, or one.
         steps: The steps of each turn of a layout.
+        seeds: Train each to its end with so many seeds, and compare the metrics.
         folder: For the results; None: `runs/NAME-compare`.
         hardware: A device, to plan the time of a step.
 
@@ -330,7 +357,7 @@ def compare(
     """
     with _command("compare", recipe) as words, scratch_folder() as scratch:
         place = Path(folder or f"runs/{load_recipe(words[1]).recipe.name}-compare")
-        options = _options(processes=processes, steps=steps, output=place, hardware=hardware)
+        options = _options(processes=processes, steps=steps, seeds=seeds, output=place, hardware=hardware)
         if layouts:
             (scratch / "layouts").write_text("\n".join(layouts), encoding="utf-8")
             options.append(f"--layouts={scratch / 'layouts'}")

@@ -37,6 +37,7 @@ TORCH = Internals(
             "_C", "_amp_update_scale_", "_foreach_add_", "_foreach_copy_", "_foreach_mul_", "_foreach_norm",
             "_foreach_sub_",
         ],
+        "torch._subclasses": ["FakeTensor"],
         "torch._C": ["_len_torch_dispatch_stack"],
         "torch._C._distributed_c10d": ["_DEFAULT_FIRST_BUCKET_BYTES", "_compute_bucket_assignment_by_size"],
         "torch.autograd": ["_profiler_enabled"],
@@ -62,7 +63,8 @@ TRANSFORMERS = Internals(
     "",
     {
         "transformers:GenerationConfig": ["_from_model_config"],
-        "transformers:PretrainedConfig": ["_attn_implementation"],
+        "transformers:PretrainedConfig": ["_attn_implementation", "_experts_implementation"],
+        "transformers.models.mixtral.modeling_mixtral:MixtralExperts": ["_apply_gate"],
         "transformers.utils.chat_template_utils": ["_compile_jinja_template"],
     },
 )

@@ -32,9 +32,10 @@ from tests.benchmarks.peers import name_ranks
 from tests.benchmarks.setting import MODELS, TASKS, Setting, benchmark_recipe
 from tests.benchmarks.turns import Contestant, Cost
 from tests.helpers.ranks import RankPool
+from trainer.features.masked_lm.section import MaskedLM
 from trainer.parallel.microbatch import RankBatch
 from trainer.ranks.environment import LaunchEnvironment
-from trainer.recipe.schema import MaskedLM, Recipe
+from trainer.recipe.schema import Recipe
 
 BASELINE = "PyTorch by hand"
 COMPILED = "PyTorch by hand, compiled"

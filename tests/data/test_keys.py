@@ -18,12 +18,8 @@ from transformers import AutoTokenizer
 from trainer.data import cache as cache_module
 from trainer.data.sources import Split
 from trainer.data.tokenised_split import encode_split
-from trainer.recipe.schema import (
-    CausalLM,
-    MaskedLM,
-    SequenceClassification,
-    SequenceRegression,
-)
+from trainer.features.masked_lm.section import MaskedLM
+from trainer.recipe.schema import CausalLM, SequenceClassification, SequenceRegression
 from trainer.tasks.registry import build_task
 
 ROWS = {

@@ -27,6 +27,9 @@ SLOW = {
     "tests/docker/test_install.py::test_a_fresh_prefix_holds_the_pinned_versions_and_the_recipes": "installs by pip",
     "tests/features/adamw_kernel/test_adamw_kernel.py::test_in_tritons_interpreter": "30 tests of Triton",
     "tests/features/elastic/test_elastic.py::TestTorchrun::test_a_node_leaves_and_joins": "four starts without a fork",
+    "tests/features/experts/test_runs.py::test_the_sample_trains_alike_under_every_launcher": (
+        "six programs, up to four processes each"
+    ),
     "tests/launch/test_launchers.py::test_two_ranks_train_as_one_process": "up to four programs",
     "tests/launch/test_real_data.py::test_each_launcher_gives_the_same_curve": "trains on files of thousands of rows",
     "tests/launch/test_slurm.py::test_a_job_goes_on_after_a_killed_rank_and_after_a_signal": (
@@ -44,6 +47,15 @@ SLOW = {
     "tests/features/trackers/test_telemetry.py::test_a_run_asks_nothing_of_the_network": "two runs, not forked",
     "tests/features/kernels/test_compiled_kernels.py::test_every_kernel": "some kernels of large heads take minutes",
     "tests/parity/test_parity.py::TestTheTestCanFail::test_a_planted_mistake": "new ranks for each mistake",
+    "tests/tools/audit/test_run_audit.py::test_flipped_entities_of_the_sample": (
+        "trains on thousands of rows, and fits five models of n-grams"
+    ),
+    "tests/tools/audit/test_run_audit.py::test_a_killed_run_that_resumes_has_the_scores_of_a_whole_one": (
+        "programs of their own, one of them with two ranks"
+    ),
+    "tests/tools/compare/test_outcomes.py::test_each_run_has_the_metric_of_a_run_of_its_own": (
+        "eight trainings, most of them in processes of their own"
+    ),
     "tests/training/test_compiled.py::test_a_compiled_run": "each layer is traced and compiled",
     "tests/test_python_page.py::test_the_journey": "nine commands, most of them programs of their own",
     "tests/test_readme.py::test_a_page_can_be_followed": "each training of a page, one after the other",

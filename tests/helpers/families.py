@@ -54,6 +54,25 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "vit": {**_COMMON, "intermediate_size": 64, "image_size": 16, "patch_size": 8},
 }  # fmt: skip
+_SPARSE = {**_DECODER, "head_dim": 8, "num_experts_per_tok": 2, "bos_token_id": 1, "eos_token_id": 2}
+_LATENT = {
+    **_DECODER, "num_key_value_heads": 4, "num_experts_per_tok": 2, "bos_token_id": 1, "eos_token_id": 2,
+    "moe_intermediate_size": 24, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_group": 2,
+    "topk_group": 1,
+}  # fmt: skip
+# Mixtures of experts, which `tests/features/experts/` compares.
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {**_SPARSE, "num_local_experts": 4},
+    "qwen2_moe": {
+        **_SPARSE, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "num_experts": 4,
+    },
+    "qwen3_moe": {**_SPARSE, "moe_intermediate_size": 24, "num_experts": 4, "norm_topk_prob": True},
+    "olmoe": {**_SPARSE, "num_experts": 4},
+    "gpt_oss": {**_SPARSE, "num_local_experts": 4, "sliding_window": 4},
+    "deepseek_v2": {**_LATENT, "topk_method": "greedy", "norm_topk_prob": False},
+    "deepseek_v3": _LATENT,
+}  # fmt: skip
 # Families without a table in trainer, for which transformers ships a tensor-parallel plan.
 SHIPPED: dict[str, dict[str, Any]] = {
     "olmo": _DECODER,

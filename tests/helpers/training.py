@@ -28,7 +28,7 @@ from trainer.engine.engine import Engine
 from trainer.engine.results import StepResult
 from trainer.engine.state import MODEL_PREFIX
 from trainer.parallel.mesh import ParallelMesh
-from trainer.parallel.microbatch import IGNORED_LABEL
+from trainer.parallel.microbatch import IGNORED_LABEL, TokenMasking
 from trainer.parallel.shards.boxes import Box, TensorPart, own_share
 from trainer.recipe.plan import Layout, RunPlan, plan_run
 from trainer.recipe.schema import Recipe
@@ -36,7 +36,6 @@ from trainer.recipe.strategies import STRATEGIES
 from trainer.tasks.classes import NamedClasses
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import Task
-from trainer.tasks.text.masking import Masking
 from trainer.training.assembly import Assembly, assemble
 from trainer.training.checking import CheckedModel, check_parts
 from trainer.training.process_group import open_mesh
@@ -164,10 +163,12 @@ def tiny_task(recipe: Recipe) -> Task:
     return task.with_classes(tuple("abc"), None) if unnamed else task
 
 
-def tiny_masking(recipe: Recipe) -> Masking | None:
+def tiny_masking(recipe: Recipe) -> TokenMasking | None:
     """Return the masking for rows of a `tiny_split` if `task.type` is masked_lm, else None."""
     if recipe.task.type != "masked_lm":
         return None
+    from trainer.features.masked_lm.masking import Masking  # tests of the core run without features
+
     return Masking(
         recipe.training.seed,
         recipe.task.mask_probability,

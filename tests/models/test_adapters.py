@@ -17,7 +17,7 @@ from tests.helpers.training import NUM_CLASSES, TINY_BERT, tiny_recipe, tiny_tra
 from trainer.base.errors import UsageError
 from trainer.engine.state import MODEL_PREFIX
 from trainer.models.adapter_starts import require_package
-from trainer.models.adapters import left_out_notes
+from trainer.models.adapters import reach_note
 from trainer.models.freezing import adapt
 from trainer.models.place import ModelCut, StageChoice, place
 from trainer.models.registered_forms import form_of
@@ -170,11 +170,18 @@ def test_experts_that_an_adapter_does_not_reach_are_named_with_their_share(quant
     keys = {"config": {"model_type": "mixtral"}, "tokenizer": "none", "quantization": quantization}
     recipe = Model.model_validate({**keys, "adapter": {"type": "lora", "targets": "all-linear"}})
     adapt(model, recipe, 0)
-    (note,) = left_out_notes(model, form_of(recipe))
+    note = reach_note(model, form_of(recipe))
     assert note.startswith(
         f"`model.adapter` reaches layers with {reached:,} of {total:,} parameters ({reached / total:.1%});"
         f" {experts / total:.1%} are no linear layers, such as model.layers.0.mlp.experts (MixtralExperts)"
     )
-    assert note.endswith("nf4 leaves them whole") == (quantization is not None)
+    assert note.endswith(": `model.adapter.target_parameters` adds them")  # nf4 does not leave them whole
     plain = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **CONFIGS["llama"]))
-    assert left_out_notes(plain, None) == []
+    total, reached = 0, 0
+    adapt(plain, Model.model_validate({**keys, "quantization": None, "adapter": {"type": "lora"}}), 0)
+    for name, parameter in plain.named_parameters():
+        total += parameter.numel() * (".lora." not in name)
+        reached += parameter.numel() * ("_proj.weight" in name)
+    assert reach_note(plain, None) == (
+        f"`model.adapter` reaches layers with {reached:,} of {total:,} parameters ({reached / total:.1%})"
+    )

@@ -128,7 +128,7 @@ class TestPlansOfTransformers:
         ("model_type", "why"),
         [
             ("phi3", r"cuts `layers\.\*\.self_attn\.qkv_proj` by 'colwise_gather_output', but known are colwise"),
-            ("mixtral", "by 'packed_colwise', but known are"),
+            ("glm4_moe", "by 'packed_colwise', but known are"),
             (
                 "gpt_neox",
                 "query_key_value` with 48 outputs, but the row after it has 16 inputs: it joins several matrices",

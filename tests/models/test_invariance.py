@@ -151,9 +151,9 @@ class TestAModelThatDependsOnItsPadding:
 class TestALanguageModel:
     def test_that_adds_terms_to_its_loss_is_refused(self):
         routed = {**LAYERS, "num_key_value_heads": 1, "num_local_experts": 2, "num_experts_per_tok": 1}
-        build("mixtral", {**routed, "router_aux_loss_coef": 0.5}, "AutoModelForCausalLM")
-        with pytest.raises(UsageError, match=r"'mixtral' has a loss of its own, [\d.]+ where the cross entropy"):
-            build("mixtral", {**routed, "output_router_logits": True}, "AutoModelForCausalLM")
+        build("granitemoe", {**routed, "router_aux_loss_coef": 0.5}, "AutoModelForCausalLM")
+        with pytest.raises(UsageError, match=r"'granitemoe' has a loss of its own, [\d.]+ where the cross entropy"):
+            build("granitemoe", {**routed, "output_router_logits": True}, "AutoModelForCausalLM")
 
     def test_with_rotations_by_the_longest_row_is_refused(self):
         factors = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4}
@@ -209,8 +209,8 @@ class TestStochasticDepth:
 class TestDraws:
     def test_jitter_is_refused_by_the_models_name(self):
         keys = {**LAYERS, "num_key_value_heads": 2, "num_local_experts": 2, "router_jitter_noise": 0.1}
-        with pytest.raises(UsageError, match=r"model type 'mixtral' draws random numbers.*layout_invariant_dropout"):
-            build("mixtral", keys)
+        with pytest.raises(UsageError, match=r"model type 'phimoe' draws random numbers.*layout_invariant_dropout"):
+            build("phimoe", keys)
 
     def test_a_dropout_function_is_refused_by_the_models_name(self):
         keys = {**DECODER, "num_hidden_layers": 1, "num_attention_heads": 2, "ffn_dim": 32, "word_embed_proj_dim": 16}

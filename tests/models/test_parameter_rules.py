@@ -94,7 +94,7 @@ class TestLayerDecay:
         assert rules["bert.encoder.layer.0.output.dense.weight"].rate == 0.25
         assert rules["bert.encoder.layer.0.intermediate.dense.weight"].rate == 0.25
 
-    @pytest.mark.parametrize("model_type", FAMILIES)
+    @pytest.mark.parametrize("model_type", [name for name in FAMILIES if name != "olmoe"])  # it has no such head
     def test_of_every_family_ends_at_the_embeddings(self, model_type):
         head = HEADS.get(model_type, "AutoModelForSequenceClassification")
         rows = groups_of({"config": model_config(model_type)}, head, learning_rate=1.0, layer_decay=0.5).table[1:]

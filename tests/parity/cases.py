@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tests.helpers.families import CONFIGS, NEAR_FAMILIES
+from tests.helpers.families import CONFIGS, EXPERTS, NEAR_FAMILIES
 from tests.helpers.training import (
     NUM_ROWS,
     RANK_STRATEGIES,
@@ -33,8 +33,9 @@ from trainer.recipe.strategies import STRATEGIES
 GLOBAL_BATCH_SIZE = 12
 SHORT = 6  # steps; an epoch has five
 FEW_ROWS, FEW_STEPS = 26, 4  # an epoch has two whole batches and an incomplete one; one step is of the next epoch
-# Without T5, which needs end-of-sequence tokens (its cases are in `pipeline_matrix`), and without image models.
-TEXT_FAMILIES = [model_type for model_type in FAMILIES if model_type not in ("bert", "t5", "bart", "vit", "resnet")]
+# Without T5, which needs end-of-sequence tokens (its cases are in `pipeline_matrix`), image models, and experts.
+OTHER_FAMILIES = ("t5", "bart", "vit", "resnet", *EXPERTS)
+TEXT_FAMILIES = [model_type for model_type in FAMILIES if model_type not in ("bert", *OTHER_FAMILIES)]
 # Strategies that sum gradients and gather weights as FSDP or ZeRO-3 does, wherever layouts also cut the model.
 NEAR_STRATEGIES = ("hsdp", "zero1", "zero2")
 DROPOUT_FAMILIES = ("bert", "roberta", "albert", "distilbert", "gpt2", "t5", "bart", "vit")
@@ -48,7 +49,7 @@ WIDE = {"bert": {"hidden_size": 64, "intermediate_size": 96}, "gpt2": {"n_embd":
 
 def model_config(model_type: str, num_layers: int | None = None) -> dict[str, Any]:
     tiny = {"bert": TINY_BERT, **IMAGE_FAMILIES}
-    config = tiny.get(model_type) or {"model_type": model_type, **CONFIGS[model_type]}
+    config = tiny.get(model_type) or {"model_type": model_type, **(CONFIGS | EXPERTS)[model_type]}
     return config if num_layers is None else {**config, "num_hidden_layers": num_layers}
 
 

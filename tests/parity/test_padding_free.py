@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.families import NEAR_FAMILIES
+from tests.helpers.families import EXPERTS, NEAR_FAMILIES, has_head
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import (
     NUM_CLASSES,
@@ -100,9 +100,9 @@ def test_16_bits_on_one_process(precision: str):
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param(name, marks=pytest.mark.slow if name in NEAR_FAMILIES else ())
+        pytest.param(name, marks=pytest.mark.slow if name in (*NEAR_FAMILIES, *EXPERTS) else ())
         for name, family in FAMILIES.items()
-        if family.padding_free
+        if family.padding_free and has_head(name, "AutoModelForSequenceClassification")
     ],
 )
 def test_every_family_without_padding(family: str):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.families import CONFIGS, SCALED, SHIPPED
+from tests.helpers.families import CONFIGS, EXPERTS, SCALED, SHIPPED
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import TINY_RESNET, build_tiny, check_model, tiny_recipe
 from trainer.base.errors import RecipeError, TrainerError
@@ -22,8 +22,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "phi3": _DECODER,
     "glm4": {**_DECODER, "head_dim": 8},
     "olmo2": _DECODER,
-    "mixtral": {**_DECODER, "num_local_experts": 2},
-    "gpt_oss": {**_DECODER, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "phimoe": {**_DECODER, "num_local_experts": 2},
+    **{name: EXPERTS[name] for name in ("mixtral", "gpt_oss", "deepseek_v3")},
     "opt": {"vocab_size": 211, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 32},
     "mbart": _SEQ2SEQ,
     "mpnet": CONFIGS["bert"],
@@ -54,7 +54,7 @@ AXES: dict[str, dict[str, Any]] = {
     "unpadded over tensor ranks": {"data": {"padding_free": True}, "parallel": {"tensor": 2}},
     "frozen": {"model": {"freeze": ["*layer*.0", "*layers*.0", "*embed*"]}, "parallel": {"pipeline": {"stages": 2}}},
 }
-QUICK = {("gemma2", "tensor"), ("phi3", "stages"), ("gpt_neox", "context"), ("opt", "none"), ("gpt_oss", "fsdp")}
+QUICK = {("gemma2", "tensor"), ("phi3", "stages"), ("gpt_neox", "context"), ("opt", "none"), ("opt", "fsdp")}
 
 
 def recipe_of(model_type: str, keys: dict[str, Any]) -> Recipe:
@@ -108,10 +108,10 @@ def test_check_and_run_give_one_answer(ranks: RankPools, model_type: str, axis: 
     [
         ("phi3", "stages", r"`parallel.pipeline.stages` is above 1, but the family phi3 cannot be cut .*; set it to 1"),
         ("gpt_neox", "context", r"`parallel.context` must be 1: the family gpt_neox has no context parallelism"),
-        ("gpt_oss", "fsdp", r"`parallel.strategy` fsdp or hsdp needs to find the layers .*'gpt_oss'"),
+        ("opt", "fsdp", r"`parallel.strategy` fsdp or hsdp needs to find the layers .*'opt'"),
         ("mbart", "none", r"model type 'mbart' calls torch's dropout directly.*layout_invariant_dropout` to false"),
         ("opt", "adapted", r"targets` must be set for a model of type 'opt'.*; use \"all-linear\", or \[\"k_proj\", "),
-        ("mixtral", "tensor", r"`parallel.tensor`"),
+        ("phimoe", "tensor", r"`parallel.tensor`"),
     ],
 )
 def test_the_answer_names_the_key_and_the_model(model_type: str, axis: str, words: str):

@@ -12,11 +12,11 @@ from tests.helpers.tiny_run import write_tiny_run
 from tests.helpers.training import TINY_BERT, TINY_T5
 from trainer.base.errors import DataError, UsageError
 from trainer.data.sources import load_splits
+from trainer.features.masked_lm.masking import Masking
+from trainer.features.masked_lm.section import MaskedLM
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
-from trainer.recipe.schema import MaskedLM
 from trainer.tasks.registry import build_task
-from trainer.tasks.text.masking import Masking
 from trainer.tools.check import check_local_parts
 from trainer.training.data_notes import encoding_notes
 from trainer.training.row_encoding import (
@@ -138,7 +138,8 @@ class TestADecoder:
     def test_with_a_loss_of_its_routers_is_refused(self, tmp_path):
         recipe = self.recipe(tmp_path, "mixtral", **ROUTED)
         with pytest.raises(
-            UsageError, match=r"`router_aux_loss_coef` .* is 0.5 .* set .*`model.config.output_router_l"
+            UsageError,
+            match=r"`router_aux_loss_coef` .* is 0.5 .* set .*`model.config.output_router_logits` .*`task.router_loss`",
         ):
             load_preparation(recipe)
         plan = plan_run(recipe, 1)

@@ -22,7 +22,7 @@ from tests.helpers.tiny_run import WORDS, write_tiny_run
 from tests.helpers.training import TINY_BERT, TINY_T5
 from trainer.base.errors import DataError
 from trainer.cli import main
-from trainer.tasks.masked_lm import MaskedLMTask
+from trainer.features.masked_lm.masked_lm import MaskedLMTask
 from trainer.use.chunked_rows import read_chunks
 
 Row = dict[str, Any]

@@ -53,8 +53,9 @@ Kind = Literal[
     "model",  # a function that changes a `PlacedModel` (`ModelChange` of `engine/forward.py`), by its key
     "second_model",  # a `SecondModel` (`training/second_model.py`), by its key
     "weight_form",  # a `WeightForm` (`models/weight_form.py`), by its key of `model`
-    "adapter",  # a function that adds parts to an adapter (`PartsAdder` of `models/adapters.py`), by a key of it
+    "adapter",  # a `PartsAdder` of an adapter (`models/adapters.py`), by a key of it
     "axis",  # the `SequenceAxis` (`models/sequence_axis.py`), by the key with the number of its ranks
+    "experts",  # an `ExpertCut` (`models/place.py`), by the key with the number of its ranks
     "kernel",  # a module of Triton kernels, by its use
     # The engine
     "strategy",  # a `Strategy` (`recipe/strategies.py`)

@@ -13,16 +13,10 @@ from torch import Tensor
 from trainer.base.errors import UsageError
 from trainer.data.order import IndexArray
 from trainer.data.split import EncodedSplit, FlatArray
-from trainer.parallel.microbatch import IGNORED_LABEL, Microbatch
+from trainer.parallel.microbatch import IGNORED_LABEL, Microbatch, TokenMasking
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-class TokenMasking(Protocol):
-    """The part of `trainer.tasks.text.masking.Masking` that this package uses."""
-
-    def __call__(self, input_ids: Tensor, rows: Tensor, epoch: int | None) -> tuple[Tensor, Tensor]: ...
 
 
 class Batching(Protocol):

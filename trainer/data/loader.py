@@ -24,12 +24,12 @@ from torch.utils.data import DataLoader
 
 from trainer.base.errors import TrainerError, UsageError
 from trainer.base.processes import ending
-from trainer.data.collate import Batching, TokenMasking, collate
+from trainer.data.collate import Batching, collate
 from trainer.data.order import GlobalOrder, IndexArray
 from trainer.data.rank_rows import RowChunk, partition, partition_by_tokens
 from trainer.data.split import EncodedSplit
 from trainer.data.workers import ignore_stop_signals, stop_signals_held
-from trainer.parallel.microbatch import Microbatch, RankBatch, copied_ahead
+from trainer.parallel.microbatch import Microbatch, RankBatch, TokenMasking, copied_ahead
 from trainer.recipe.plan import BatchPlan
 
 _DEATH_SECONDS = 1.0  # time for a worker to exit after its connection has closed

@@ -23,7 +23,7 @@ from trainer.engine.forward import ModelForward, prepare_model
 from trainer.engine.native import NativeEngine, placements_of
 from trainer.engine.precision import sent_dtype, stored_in_bf16
 from trainer.models.place import PlacedModel
-from trainer.parallel.gradients import OverlappedSums, partial_axis, round_gradients_
+from trainer.parallel.gradients import OverlappedSums, groups_of_experts, partial_axis, round_gradients_
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch
 from trainer.recipe.plan import RunPlan
@@ -215,7 +215,9 @@ def build_ddp(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan,
     named = dict(model.named_parameters())
     # DDP has gradients in the type of the weights only, and its hooks do not run in a CUDA graph.
     is_captured = recipe.cuda_graphs is True
+    of_experts = groups_of_experts(named, built.placements, mesh)
     left_out = {} if is_alone else named if is_captured else stored_in_bf16(model)
+    left_out = left_out | {name: p for name, p in named.items() if p in of_experts}
     call: nn.Module = model
     no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
     complete: Callable[[], object] = nothing
@@ -243,10 +245,12 @@ def build_ddp(built: PlacedModel, task: Task, mesh: ParallelMesh, plan: RunPlan,
     if is_captured:
         schedule = graphs.schedule()
     else:
-        sums = OverlappedSums(left_out.values(), mesh.group("dp"), sent_in)
+        sums = OverlappedSums(left_out.values(), mesh.group("dp"), sent_in, others=of_experts)
         schedule = AccumulationSchedule(loss_sum, no_sync, sums)
     engine = NativeEngine(forward, [built], schedule, placements_of(built, mesh), total_steps, complete)
     _leave_gradients_rounded(rounded, engine, mesh, plan)
-    if not is_captured and not built.watchers:  # a captured pass shows nothing
+    if (
+        not is_captured and not built.watchers and not (forward.inner and forward.inner.adds)
+    ):  # a captured pass shows nothing
         engine.to_graphs = partial(graphs.replace, places)
     return engine

@@ -158,6 +158,7 @@ class Engine(ABC):
         if saved.keys() != expected.keys() or not all(map(isfinite, saved.values())):
             raise ValueError(f"it must have {sorted(expected)} as finite numbers, but has {dict(saved)}")
         self._fill(source)
+        source.fill(buffer_parts(self._models, self._mesh))
         if self._scaler:
             self._scaler.load_state(source.scalars)
         self.optimizer.load(source.scalars)  # after the tensors: the saved weights are the shown ones

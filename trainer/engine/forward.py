@@ -17,13 +17,13 @@ from trainer.engine.precision import cast_forward, store_frozen, store_in_bf16, 
 from trainer.engine.results import EvalResult
 from trainer.models.attention import FLAT, padding_known
 from trainer.models.dropout import RefuseUnkeyedDropout
-from trainer.models.families.table import CHECKPOINTING, COMPILE, layers_of
+from trainer.models.families.table import CHECKPOINTING, COMPILE, in_table, layers_of
 from trainer.models.place import PlacedModel
-from trainer.models.rotary import CheapRotation
 from trainer.parallel.copying import begin_to_host
 from trainer.parallel.dropout import MicrobatchKey
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import IGNORED_LABEL, Microbatch, RankBatch, has_padding
+from trainer.parallel.placement import EXPERT_AXIS
 from trainer.parallel.random import seed_generator, stream_key
 from trainer.recipe.plan import RunPlan
 from trainer.recipe.registered import asked_for
@@ -31,7 +31,7 @@ from trainer.recipe.schema import Recipe
 from trainer.tasks.task import Task
 
 if TYPE_CHECKING:
-    from trainer.engine.joint import JointLosses
+    from trainer.engine.joint import InnerLoss, JointLosses
     from trainer.engine.rounded_weights import RoundedWeights
 
 ModelCall = Callable[..., Any]
@@ -61,6 +61,8 @@ def prepare_model(built: PlacedModel, mesh: ParallelMesh, plan: RunPlan) -> Plac
             the layers of the model, or its compiler; or the layers cannot work without padding.
     """
     changes: list[ModelChange] = asked_for("model", plan.recipe)
+    if (family := in_table(built.model)) and family.prepare:
+        changes.append(family.prepare)
     for change in changes:
         change(built, plan.recipe)
     if plan.recipe.data.padding_free:
@@ -98,6 +100,14 @@ def prepare_model(built: PlacedModel, mesh: ParallelMesh, plan: RunPlan) -> Plac
 def _runs_once(recipe: Recipe) -> bool:
     """Return whether layers run as they are, once a pass; a compiler fuses operations itself."""
     return recipe.activation_checkpointing == "none" and not recipe.compile
+
+
+def _cheap_rotation(model: nn.Module) -> AbstractContextManager[object]:
+    if not any("rotary" in name for name, _ in model.named_modules()):
+        return nullcontext()
+    from trainer.models.rotary import CheapRotation
+
+    return CheapRotation(model)
 
 
 def origin_changed(problem: str) -> UsageError:
@@ -167,6 +177,7 @@ class ModelForward:
         self._head = built.head
         self._added_loss = built.added_loss
         self.watchers: list[RowWatcher] = [begin(self) for begin in built.watchers]
+        self.inner: InnerLoss | None = next((begin(self) for begin in built.inner), None)
         self._call = call or built.model
         self._eval_call = eval_call or built.model
         self._rounded = rounded
@@ -174,14 +185,14 @@ class ModelForward:
         self.eval_task = task.for_evaluation()
         self._seed = plan.recipe.training.seed
         # Whether each forward pass is a collective of the data-parallel ranks.
-        self._synced = plan.strategy.cuts_parameters and mesh.size("dp_shard") > 1
+        self._synced = (plan.strategy.cuts_parameters and mesh.size("dp_shard") > 1) or mesh.size(EXPERT_AXIS) > 1
         self._padding_free = plan.recipe.data.padding_free  # the layers of the model process tokens without padding
         self._constants = without_cache(built.model)
         self._step = 0
         self._num_rows = 0
         self._joint: JointLosses | None = None  # of the current step
         # A recomputation must repeat the operations of the first pass.
-        self._rotation = CheapRotation(built.model) if _runs_once(plan.recipe) else nullcontext()
+        self._rotation = _cheap_rotation(built.model) if _runs_once(plan.recipe) else nullcontext()
         # The first pass runs every dropout of the model, so the watch need not take time in later ones.
         self._watch: AbstractContextManager[object] = RefuseUnkeyedDropout() if built.dropout_keys else nullcontext()
 
@@ -204,10 +215,10 @@ class ModelForward:
             raise origin_changed(f"{name} cannot be read again: {error}") from error
 
     @contextmanager
-    def step(self, step: int, batch: RankBatch) -> Iterator[None]:
+    def step(self, step: int, batch: RankBatch, scale: Tensor | None = None) -> Iterator[None]:
         """Run the passes of the microbatches of the optimizer step after `step` steps in this context.
 
-        If the rows of `batch` depend on each other, a first pass computes their losses.
+        If the rows of `batch` depend on each other, a first pass computes their losses. `scale` is that of the loss.
         """
         self._step = step
         # Reset before the first pass: losses of the previous batch must not enter this one.
@@ -216,8 +227,12 @@ class ModelForward:
             # An evaluation between two steps leaves the model in evaluation mode.
             self._set_training(True)
             self._seed_dropout()
+            counts = self.inner is not None and self.inner.begin(batch, scale)
             if self._task.rows_depend:
                 self._joint = self._joint_losses(batch)
+            elif counts:
+                self._first_scores(batch)
+            if self._task.rows_depend or counts:
                 self._seed_dropout()  # the second pass draws the same masks
             yield
 
@@ -243,9 +258,12 @@ class ModelForward:
             return None
         from trainer.engine.joint import joint_losses
 
-        scores = [self._training_scores(self._eval_call, self._ready(m)) for m in batch.microbatches]
         # A collective: every data rank has the same number of microbatches, fillers included.
-        return joint_losses(self._task, self.mesh, batch.num_rows, batch.microbatches, scores)
+        return joint_losses(self._task, self.mesh, batch.num_rows, batch.microbatches, self._first_scores(batch))
+
+    @torch.no_grad()
+    def _first_scores(self, batch: RankBatch) -> list[Tensor]:
+        return [self._training_scores(self._eval_call, self._ready(m)) for m in batch.microbatches]
 
     def denominator(self, batch: RankBatch) -> Tensor:
         """Return the number of valid labels in the global batch, or the sum of their weights."""
@@ -289,7 +307,8 @@ class ModelForward:
         mask = microbatch.inputs.get("attention_mask")
         key = MicrobatchKey(self._step, microbatch.text_rows, microbatch.flat, mask)
         # The key belongs to this microbatch, and a recomputation captures it, whatever runs in between.
-        with self._watch, self._rotation, self._keys.use(key) if self._keys else nullcontext():
+        keyed = self._keys.use(key) if self._keys else nullcontext()
+        with self._watch, self._rotation, keyed, self.inner.running(microbatch) if self.inner else nullcontext():
             scores = self._scores(call, microbatch, microbatch.labels)
         self._end_first_pass()
         return scores

@@ -7,16 +7,36 @@ microbatch from the cached gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from trainer.parallel.copying import to_device
 from trainer.parallel.mesh import ParallelMesh
-from trainer.parallel.microbatch import Microbatch
+from trainer.parallel.microbatch import Microbatch, RankBatch
 from trainer.tasks.task import Task
+
+
+class InnerLoss(Protocol):
+    """A loss of parts of a model, such as routers, which adds its gradients in the backward passes of a step."""
+
+    adds: bool  # whether it adds gradients, which a captured pass would not follow; else it has numbers only
+
+    def begin(self, batch: RankBatch, scale: Tensor | None) -> bool:
+        """Begin a step, and return whether a first pass of all microbatches, without gradients, must come before."""
+
+    def running(self, microbatch: Microbatch) -> AbstractContextManager[object]:
+        """Return a context around the forward pass of a microbatch, but not around its recomputation."""
+
+    def finish(self, share: Tensor) -> tuple[Tensor, Callable[[], Mapping[str, float]]]:
+        """Add this rank's share of the loss after the passes; return a reader of numbers for the record of the step."""
+
+    def updated(self, flag: Tensor) -> None:
+        """Follow the update of the weights; `flag` is 1.0 if there was none in a bad step, else 0.0."""
 
 
 @dataclass(frozen=True)

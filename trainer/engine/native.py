@@ -53,6 +53,7 @@ class _BegunStep:
     read: Callable[[], list[float]]
     rate: float
     counts: Mapping[str, float]  # the numbers of the optimizer before the update, so that a bad step can be undone
+    more: Callable[[], Mapping[str, float]]  # further numbers for the record
     result: StepResult | None = None
 
 
@@ -97,8 +98,11 @@ class NativeEngine(Engine):
         self._hide()
         # Not `item()`: the host would wait for the last step. The tensor changes in place after this step's passes.
         scale = self._scaler.scale if self._scaler else None
-        with self._forward.step(self._step, batch):
+        inner, more = self._forward.inner, StepResult.more
+        with self._forward.step(self._step, batch, scale):
             share = self._schedule.run(batch.microbatches, self._forward.denominator(batch), scale)
+        if inner is not None:
+            share, more = inner.finish(share)
         # Begun before the sums of gradients and read after them, so that it adds no wait of its own.
         loss = self._mesh.begin_sum_(share, "dp")
         # Partial gradients of tensor and context ranks first: the norm and the clipping need whole gradients.
@@ -120,11 +124,13 @@ class NativeEngine(Engine):
         self._use_changed_weights()
         self._settle()  # the device is past these numbers; the rate depends on the steps that fp16 skipped
         rate = self._learning_rate()
-        self._last = step = _BegunStep(read, rate, self.optimizer.scalars())
+        self._last = step = _BegunStep(read, rate, self.optimizer.scalars(), more)
         # inf and nan times 0 are nan; fewer kernels than `isfinite`
         flag = (numbers * 0.0).sum(dtype=torch.float32).ne_(0.0)
         # Each rank has the same flag, because loss and norm are sums over all ranks.
         self._update(rate, numbers[1], flag)
+        if inner is not None:
+            inner.updated(flag)
         if self._scaler:
             # After the update, which divides by the scale that the loss was multiplied by.
             self._scaler.update(flag)
@@ -137,7 +143,7 @@ class NativeEngine(Engine):
         if step.result is None:
             # The host waits for the device only here.
             loss, norm, *scale = step.read()
-            result = StepResult(loss, norm, step.rate, loss_scale=scale[0] if scale else None)
+            result = StepResult(loss, norm, step.rate, loss_scale=scale[0] if scale else None, more=step.more)
             if not result.is_finite:
                 self.optimizer.count_as(step.counts)
             # If the scaler raises, there is no result: the next step asks again, and raises too.

@@ -28,7 +28,7 @@ from trainer.models.place import PlacedModel
 from trainer.models.stage_split import StagePart
 from trainer.parallel.copying import to_device
 from trainer.parallel.dropout import MicrobatchKey
-from trainer.parallel.gradients import OverlappedSums, TiedGradients, round_gradients_
+from trainer.parallel.gradients import OverlappedSums, TiedGradients, groups_of_experts, round_gradients_
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch, RankBatch, has_padding, hidden_positions, text_rows
 from trainer.parallel.pipeline.busy_clock import BusyClock
@@ -309,9 +309,13 @@ def build_pipelined(
     rounded = None if is_sharded else rounded_weights(models, plan.recipe, together)
     forward = PipelinedForward(built, task, mesh, plan, rounded)
     tied = _tied_gradients(built, placements, mesh, plan)
-    parameters = [parameter for model in models for parameter in model.parameters()]
+    named = {name: parameter for model in models for name, parameter in model.named_parameters()}
+    parameters = [*named.values()]
     data_group = None if is_sharded else mesh.group("dp")
-    sums = OverlappedSums(parameters, data_group, sent_in, forward.busy.leave_out) if data_group is not None else None
+    sums = None
+    if data_group is not None:
+        of_experts = groups_of_experts(named, placements, mesh)
+        sums = OverlappedSums(parameters, data_group, sent_in, forward.busy.leave_out, of_experts)
 
     def complete() -> None:
         # One data rank sends nothing, but rounds as several would.

@@ -23,6 +23,7 @@ class StepResult:
     learning_rate: float
     loss_scale: float | None = None  # that this step used; fp16 only
     skipped_steps: int | None = None  # so far, this one included; fp16 only
+    more: Callable[[], Mapping[str, float]] = dict  # reads further numbers, such as those of experts
 
     @property
     def is_finite(self) -> bool:

@@ -37,10 +37,11 @@ from trainer.engine.precision import COMPUTE_DTYPES, PrecisionName, sent_dtype, 
 from trainer.engine.products import rounded_by_autocast
 from trainer.engine.rounded_weights import learning, used_once
 from trainer.models.families.table import SHARDING, layers_of
+from trainer.models.merged_weights import is_fused
 from trainer.models.names import move_buffers
 from trainer.models.place import PlacedModel
 from trainer.parallel.mesh import ParallelMesh
-from trainer.parallel.placement import Placements, Split
+from trainer.parallel.placement import EXPERT_AXIS, SHARDS_AXIS, ParameterPlacement, Placements, Split
 from trainer.recipe.plan import RunPlan
 from trainer.tasks.task import Task
 
@@ -61,7 +62,9 @@ class Sharding:
 def shard(
     model: nn.Module, placements: Placements, mesh: ParallelMesh, how: Sharding, shards: dict[str, Tensor] | None = None
 ) -> Placements:
-    """Shard each layer of the model's family, then the rest as one group, over the mesh axis `dp_shard`.
+    """Shard each layer of the model's family, then the rest as one group, over the data ranks that shard.
+
+    Modules with parameters that expert ranks divide are sharded apart, over the mesh axis `dp_shard`.
 
     Args:
         model: the model on its device, or on `meta` with `shards`. Parts of tensor ranks are sharded further.
@@ -75,20 +78,19 @@ def shard(
             torch lacks a member.
     """
     INTERNALS.require("`parallel.strategy` fsdp or hsdp", "use ddp")
-    assert mesh.device_mesh is not None, "one process has no ranks to share with"
     # Torch warns of in-place changes of views. Logits of tokens are a view, but are never changed in place here.
     warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor", UserWarning)
-    # A mesh of two axes makes FSDP replicate over the first one: HSDP.
-    axes = ("dp_replicate", "dp_shard") if mesh.size("dp_replicate") > 1 else ("dp_shard",)
     policy = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if how.offloads else OffloadPolicy()
     rounded = rounded_by_autocast(model) if how.precision != "fp32" else set()
     types = MixedPrecisionPolicy(reduce_dtype=how.reduced_in)
     # The layers first: the call for the model groups the parameters that no inner call has taken.
     layers = [*layers_of(model, SHARDING).values()]
-    for part in (*layers, model):
+    is_divided = any(EXPERT_AXIS in one.split_axes for one in placements.values())
+    experts = [module for module in model.modules() if is_divided and is_fused(module)]
+    for part in (*experts, *layers, model):
         fully_shard(
             part,
-            mesh=mesh.device_mesh[axes],
+            mesh=mesh.sharding("dp_shard" if part in experts else SHARDS_AXIS),
             # The backward pass needs the last group at once, so it would be gathered again at the same moment.
             reshard_after_forward=how.reshard_after_forward and part is not model,
             mp_policy=types,
@@ -100,7 +102,8 @@ def shard(
     for part, following in pairwise([model, *layers]):
         assert isinstance(part, FSDPModule)
         assert isinstance(following, FSDPModule)
-        part.set_modules_to_forward_prefetch([following])
+        inner = [module for module in following.modules() if module in experts]
+        part.set_modules_to_forward_prefetch([following, *inner])  # type: ignore[list-item]  # `fully_shard` changed them
     if hasattr(model, "generate"):  # it calls an encoder by itself, before the model's forward gathers the embedding
         register_fsdp_forward_method(model, "generate")
     _sum_gradients(model)
@@ -110,9 +113,13 @@ def shard(
     if rounded:
         gather_rounded(model, rounded, COMPUTE_DTYPES[how.precision])
     return {
-        name: replace(placement, splits=(*placement.splits, Split(dim=0, axis="dp_shard")))
+        name: replace(placement, splits=(*placement.splits, Split(0, _shard_axis(placement, mesh))))
         for name, placement in placements.items()
     }
+
+
+def _shard_axis(placement: ParameterPlacement, mesh: ParallelMesh) -> str:
+    return SHARDS_AXIS if mesh.size(EXPERT_AXIS) > 1 and EXPERT_AXIS not in placement.split_axes else "dp_shard"
 
 
 def _sum_gradients(model: nn.Module) -> None:

@@ -30,7 +30,6 @@ from trainer.observe.observer import NO_CALLBACKS, Callbacks
 from trainer.ranks.environment import LaunchEnvironment, detect, threads_per_rank
 from trainer.ranks.report import Report, read_reports
 from trainer.ranks.stopping import SHOW_CURSOR, stop_before_training
-from trainer.recipe.elastic_launch import elastic_launch
 from trainer.recipe.plan import plan_run
 from trainer.recipe.strategies import STRATEGIES, Strategy
 
@@ -52,6 +51,8 @@ class Training:
         """Train as this rank, and return the exit code."""
         if environment.elastic_nodes is not None:
             with importing():
+                from trainer.recipe.elastic_launch import elastic_launch
+
                 train = extensions.resolved(elastic_launch(environment.elastic_nodes).train)
             return int(train(resolved, environment, self.callbacks))
         with importing():
@@ -124,6 +125,8 @@ def plan_start(
                 " launcher can restart them; drop --max-restarts, and let the launcher or the batch system restart"
             )
         if environment.elastic_nodes is not None:
+            from trainer.recipe.elastic_launch import elastic_launch
+
             elastic_launch(environment.elastic_nodes).check(recipe, environment)
         else:
             plan_run(recipe, environment.world_size, environment.local_world_size)
@@ -179,7 +182,9 @@ def set_threads(environment: LaunchEnvironment) -> None:
         torch.set_num_threads(threads)
 
 
-def _start(resolved: ResolvedRecipe, number: int, max_restarts: int, job: Job) -> int:
+def _start(
+    resolved: ResolvedRecipe, number: int, max_restarts: int, job: Job, rank: LaunchEnvironment | None = None
+) -> int:
     """Run `number` local ranks to their end, with restarts after failures; return their exit code."""
     method = _start_method()
     from trainer.launch.processes import stop_signals  # one process alone starts no other
@@ -190,7 +195,7 @@ def _start(resolved: ResolvedRecipe, number: int, max_restarts: int, job: Job) -
                 importlib.import_module("trainer.training.run")  # one import for all ranks and restarts
         for restart in range(1, max_restarts + 1):
             try:
-                return _attempt(resolved, number, method, stop, job)
+                return _attempt(resolved, number, method, stop, job, rank)
             except TrainerError as error:
                 # The other errors would come again: those of the user, non-finite losses, and stops.
                 if error.exit_code != ExitCode.FAILED or stop.signal is not None:
@@ -204,11 +209,13 @@ def _start(resolved: ResolvedRecipe, number: int, max_restarts: int, job: Job) -
                 )
             # The first attempt may have left checkpoints, which `resume` never would refuse.
             resolved = _resuming(resolved)
-        return _attempt(resolved, number, method, stop, job)
+        return _attempt(resolved, number, method, stop, job, rank)
 
 
-def run_on_fresh_ranks(resolved: ResolvedRecipe, number: int, job: Job) -> int:
+def run_on_fresh_ranks(resolved: ResolvedRecipe, number: int, job: Job, rank: LaunchEnvironment | None = None) -> int:
     """Run a job on `number` new local processes, even if it is one, and return the exit code.
+
+    With `rank`, run that rank alone in one new process; other processes run the other ranks.
 
     Raises:
         RecipeError: the recipe does not fit on that many ranks.
@@ -216,9 +223,11 @@ def run_on_fresh_ranks(resolved: ResolvedRecipe, number: int, job: Job) -> int:
         TrainerError: a rank failed; the error is of the class that the rank raised.
         StoppedError: a signal arrived before the first step.
     """
-    plan_run(resolved.recipe, number)
-    _require_devices(number)
-    return _start(resolved, number, 0, job)
+    local = rank.local_world_size if rank else number
+    plan_run(resolved.recipe, number, local)
+    if rank is None or _num_gpus() != 1:  # see `plan_start`
+        _require_devices(local)
+    return _start(resolved, number, 0, job, rank)
 
 
 def _resuming(resolved: ResolvedRecipe) -> ResolvedRecipe:
@@ -230,15 +239,17 @@ def _resuming(resolved: ResolvedRecipe) -> ResolvedRecipe:
     return replace(resolved, recipe=recipe.model_copy(update={"checkpoint": checkpoint}))
 
 
-def _attempt(resolved: ResolvedRecipe, number: int, method: StartMethod, stop: Stop, job: Job) -> int:
-    """Run `number` local ranks once; return their exit code."""
+def _attempt(
+    resolved: ResolvedRecipe, number: int, method: StartMethod, stop: Stop, job: Job, rank: LaunchEnvironment | None
+) -> int:
+    """Run `number` local ranks once, or one rank of a job; return their exit code."""
     from trainer.launch.processes import LocalRanks
 
     if stop.signal is not None:
         raise _stopped_early(stop.signal)
     with scratch_folder() as folder:
         registered = extensions.needed_elsewhere() if method == "spawn" else []  # forks have it
-        ranks = LocalRanks(_run_rank, _Work(resolved, job, registered), number, method, folder)
+        ranks = LocalRanks(_run_rank, _Work(resolved, job, registered), number, method, folder, rank)
         ends = ranks.wait(stop)
         failures = [end for end in ends if end.has_failed]
         if not failures:
@@ -256,7 +267,8 @@ def _attempt(resolved: ResolvedRecipe, number: int, method: StartMethod, stop: S
         # The positions of the ranks are in the folder of the run, on a disk that may be the cause of the failure.
         place, none = Path(resolved.recipe.checkpoint.folder), dict[int, Status]()
         statuses = within(_DISK_SECONDS, lambda: read_statuses(place), none)
-        raise _error_of(failures[0], read_reports(folder), statuses, number, stop)
+        # The other ranks of a job leave their reports elsewhere.
+        raise _error_of(failures[0], read_reports(folder), statuses, 0 if rank else number, stop)
 
 
 def _start_method() -> StartMethod:

@@ -147,9 +147,12 @@ class LocalRanks:
         argument: first argument of `life`, pickled where the start method is spawn.
         method: fork, or spawn where CUDA is in use.
         folder: existing folder for the error files of the ranks.
+        place: the one rank to start, of a job in which other processes start the others; None: all ranks.
     """
 
-    def __init__(self, life: Life, argument: Any, number: int, method: StartMethod, folder: Path) -> None:
+    def __init__(
+        self, life: Life, argument: Any, number: int, method: StartMethod, folder: Path, place: LaunchEnvironment | None
+    ) -> None:
         self.was_killed = False
         self._context: Any = multiprocessing.get_context(method)
         self._selector = selectors.PollSelector()
@@ -160,6 +163,9 @@ class LocalRanks:
         self._was_asked = False
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the rank has its own handlers
         try:
+            if place is not None:
+                self._start(life, argument, replace(place, error_file=folder / "error.json"), None)
+                return
             with socket.create_server((_LOOPBACK, 0)) as listener:
                 environment = LaunchEnvironment(
                     "trainer",

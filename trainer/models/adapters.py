@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from math import prod
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,22 +17,31 @@ from trainer.base.text import listed
 from trainer.models.adapter_starts import Start, joined_starts, product_start, rows_start
 from trainer.models.added import is_added
 from trainer.models.families.table import layers_of, layers_pattern
+from trainer.models.merged_weights import parts_of_products
 from trainer.models.names import aliases, last_parts, matched_parameters, nothing_matches, owner_of, tied_names
 from trainer.models.registered_forms import form_of
 from trainer.models.weight_form import WeightForm
-from trainer.parallel.stored_in_parts import StoredInParts, weights_in_parts
+from trainer.parallel.stored_in_parts import LinearInParts, StoredInParts, weights_in_parts
 from trainer.parallel.tensor.kinds import ATTRIBUTE, ROWS
-from trainer.parallel.tensor.low_rank import LowRank, Magnitude, attach, drawn_factor, product_of
+from trainer.parallel.tensor.low_rank import Factors, LowRank, Magnitude, attach, drawn_factor, product_of
 from trainer.parallel.tensor.trained_rows import TrainedRows, rows_of
 from trainer.recipe.registered import all_of
 from trainer.recipe.schema import Adapter, Model
 from trainer.recipe.schema.model import matches
 
 _LEAST_LEFT_OUT = 0.05  # of the parameters, for a note
+_KNOWN = nn.Linear | Conv1D | nn.Embedding | LinearInParts
 _LANGUAGE_HEADS = ("ForMaskedLM", "ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 
-PartsAdder = Callable[[nn.Module, Model, Adapter], None]
-"""A registered function that adds parts to the adapter of a whole model, perhaps on `meta`; also without its key."""
+
+@dataclass(frozen=True)
+class PartsAdder:
+    """A kind of parts of an adapter that a feature adds to a whole model, perhaps on `meta`; also without its key."""
+
+    # A function of the model, the keys and the seed, which returns the names of the weights with a product.
+    add: Callable[[nn.Module, Model, Adapter, int], Collection[str]]
+    adapts: Callable[[nn.Module], bool] = lambda _: False  # whether the key reaches weights of a module
+    starts: Callable[[nn.Module, Adapter], Mapping[str, Start]] = lambda *_: {}  # by the names of weights
 
 
 def add_adapter(model: nn.Module, recipe: Model, adapter: Adapter, seed: int, drawn: Collection[str]) -> None:
@@ -39,10 +49,11 @@ def add_adapter(model: nn.Module, recipe: Model, adapter: Adapter, seed: int, dr
 
     Frozen weights get the form that the recipe asks for.
     """
-    _add_products(model, adapter, seed, drawn)
+    names = {*_add_products(model, adapter, seed, drawn)}
     adders: Mapping[str, PartsAdder] = all_of("adapter")
-    for add_parts in adders.values():
-        add_parts(model, recipe, adapter)
+    for adder in adders.values():
+        names |= {*adder.add(model, recipe, adapter, seed)}
+    _require_patterns(adapter, names)
     if recipe.new_tokens is not None:
         _require_trained_rows(model)
     # The order matters. Another form replaces the weights, so their exact values are held by `weights` before it;
@@ -73,19 +84,19 @@ def _require_trained_rows(model: Any) -> None:
         )
 
 
-def _add_products(model: nn.Module, adapter: Adapter, seed: int, drawn: Collection[str]) -> None:
+def _add_products(model: nn.Module, adapter: Adapter, seed: int, drawn: Collection[str]) -> Collection[str]:
     if adapter.modules_to_save is None:
         saved = _head_parameters(model) | set(drawn)
     else:
         saved = matched_parameters(model, adapter.modules_to_save, "model.adapter.modules_to_save")
     targets = _targets(model, adapter, saved)
-    _require_patterns(adapter, targets)
     # Freeze all, then free `saved`; factors are made afterwards, and are trained by default.
     model.requires_grad_(False)
     for name in saved:
         model.get_parameter(name).requires_grad_(True)
     for name, layer in targets.items():
         attach(layer, _product(name, layer, adapter, seed), isinstance(layer, Conv1D))
+    return targets
 
 
 def _product(name: str, layer: Any, adapter: Adapter, seed: int) -> LowRank:
@@ -128,6 +139,8 @@ def starts_of(model: nn.Module, adapter: Adapter, seed: int) -> dict[str, Start]
         if product_of(layer) is not None:
             start = product_start(name, adapter, seed, isinstance(layer, Conv1D))
             starts |= {} if start is None else {f"{name}.weight": start}
+    for adder in all_of("adapter").values():
+        starts |= adder.starts(model, adapter)
     # Rows of a tied weight are trained once; the start stands under each of its names.
     for names in aliases(model).values():
         layers = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
@@ -154,7 +167,7 @@ def factor_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {
         f"{name}.{factor}": tuple(parameter.shape)
         for name, module in model.named_modules()
-        if isinstance(module, LowRank)
+        if isinstance(module, Factors)
         for factor, parameter in module.named_parameters()
     }
 
@@ -239,27 +252,34 @@ def _shortest_patterns(names: Collection[str], others: Collection[str]) -> list[
     return list(patterns)
 
 
-def left_out_notes(model: nn.Module, form: WeightForm | None) -> list[str]:
-    """Return a note on the matrices of an adapted model that are no linear layers, such as those of experts."""
+def reach_note(model: nn.Module, form: WeightForm | None) -> str:
+    """Return a note on the share of the weights that an adapter reaches, and on matrices that it leaves out.
+
+    These are the matrices of modules that are no linear layers, such as convolutions and experts.
+    """
+    adapted = parts_of_products(name for name, _ in model.named_parameters())
     total = reached = 0
-    left: dict[str, int] = {}
+    left: Counter[str] = Counter()
     for name, module in model.named_modules():
-        if isinstance(module, LowRank | TrainedRows):
+        if isinstance(module, Factors | TrainedRows):
             continue
-        sizes = [prod(module.shape)] if isinstance(module, StoredInParts) else []
-        sizes = sizes or [parameter.numel() for parameter in module.parameters(recurse=False)]
-        total += sum(sizes)
-        if product_of(module) is not None:
-            weight: Any = module.weight
-            reached += prod(weight.shape)
-        elif not isinstance(module, nn.Linear | Conv1D | nn.Embedding | StoredInParts):
-            matrices = [p.numel() for p in module.parameters(recurse=False) if p.dim() > 1 and not p.requires_grad]
-            left |= {f"{name} ({type(module).__name__})": sum(matrices)} if matrices else {}
-    if sum(left.values()) < _LEAST_LEFT_OUT * total:
-        return []
-    share, largest = sum(left.values()) / total, max(left, key=lambda name: left[name])
-    whole = "" if form is None else f", and {form} leaves them whole"
-    return [
-        f"`model.adapter` reaches layers with {reached:,} of {total:,} parameters ({reached / total:.1%});"
-        f" {share:.1%} are no linear layers, such as {largest}, which it cannot adapt{whole}"
-    ]
+        weights = {f"{name}.{key}": (p.shape, p.requires_grad) for key, p in module.named_parameters(recurse=False)}
+        weights = {name: (torch.Size(module.shape), False)} if isinstance(module, StoredInParts) else weights
+        for weight, (shape, is_trained) in weights.items():
+            owner = owner_of(weight)
+            total += shape.numel()
+            if weight in adapted:
+                reached += shape.numel()
+            elif len(shape) > 1 and not is_trained and not isinstance(model.get_submodule(owner), _KNOWN):
+                left[owner] += shape.numel()
+    note = f"`model.adapter` reaches layers with {reached:,} of {total:,} parameters ({reached / total:.1%})"
+    if left.total() < _LEAST_LEFT_OUT * total:
+        return note
+    largest = max(left, key=lambda name: left[name])
+    module = model.get_submodule(largest)
+    keys = [f"`{key}` adds them" for key, adder in all_of("adapter").items() if adder.adapts(module)]
+    is_whole = form is not None and not any(isinstance(part, StoredInParts) for part in module.children())
+    return (
+        f"{note}; {left.total() / total:.1%} are no linear layers, such as {largest} ({type(module).__name__}):"
+        f" {keys[0] if keys else 'it cannot adapt them'}{f', and {form} leaves them whole' if is_whole else ''}"
+    )

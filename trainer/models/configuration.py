@@ -116,8 +116,8 @@ def require_no_router_loss(config: Any, auto_class_name: str) -> None:
             if weight := getattr(of, key, None):
                 raise UsageError(
                     f"`{place}{key}` in the model's configuration is {weight} and `output_router_logits` is true, with"
-                    " which transformers adds a loss of the routers; it cannot be trained here: set"
-                    " `model.config.output_router_logits` to false"
+                    " which transformers adds a loss of the routers in each microbatch; set"
+                    " `model.config.output_router_logits` to false, and `task.router_loss` for one of the whole batch"
                 )
 
 

@@ -108,12 +108,12 @@ class ModelDescription:
             _require_learned(model)
 
     def adapter_notes(self, model: nn.Module) -> list[str]:
-        """Return notes on the weights of a whole model that its adapter and another form of weights leave out."""
+        """Return a note on the weights of a whole model that its adapter reaches and leaves out, if it has one."""
         if self.recipe.adapter is None:
             return []
-        from trainer.models.adapters import left_out_notes
+        from trainer.models.adapters import reach_note
 
-        return left_out_notes(model, form_of(self.recipe))
+        return [reach_note(model, form_of(self.recipe))]
 
     def groups(self, model: nn.Module) -> ParameterGroups:
         """Return the groups of the parameters of a whole model after `adapt`; see `parameter_groups`."""
@@ -196,6 +196,8 @@ class ModelDescription:
         """Key the dropout of a whole model, fix its statistics, and name its padding; return notes for the user."""
         if keys is not None:
             key_dropout(model, keys)
+        if (family := FAMILIES.get(self.config.model_type)) and family.change:
+            family.change(model)
         notes = [*fix_statistics(model), *_name_padding(model, self.use.padding_token)]
         for module in model.modules():
             if isinstance(module, transformers.PreTrainedModel):

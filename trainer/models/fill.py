@@ -42,7 +42,7 @@ from trainer.models.describe import ModelDescription, sizes_differ
 from trainer.models.draw import draw_weights
 from trainer.models.hub_files import CannotLoadPartsError, is_adapter, one_line, require_safe_shards
 from trainer.models.names import aliases, replace_in
-from trainer.models.place import ModelCut, Origin, PlacedModel, place
+from trainer.models.place import ModelCut, Origin, PlacedModel, ShardChoice, place
 from trainer.models.registered_forms import form_of
 from trainer.models.stored_weights import CountedWeights, EnlargedWeights, FewerWeights, SharedWeights, StoredWeights
 from trainer.parallel.placement import ParameterPlacement
@@ -92,7 +92,7 @@ def _place_whole(described: ModelDescription, cut: ModelCut, reason: CannotLoadP
     if cut != ModelCut():
         notes.append(f"every rank held the whole model for a moment while it was built, because {reason}")
     # The strategy shards whole parameters itself, so no shard is cut here.
-    return place(model, replace(cut, shard=None), keys, notes, lacking, described.groups(model))
+    return place(model, replace(cut, shard=None, expert_shard=None), keys, notes, lacking, described.groups(model))
 
 
 def load_whole(described: ModelDescription) -> tuple[nn.Module, list[str], list[str]]:
@@ -571,15 +571,8 @@ class _Parts:
         if in_parts is not None:
             self._set_parts(name, in_parts.encoded(whole))
         else:
-            self._set(self._held[name], self._shard(self.placed.cut.part(whole, self._placement(name))))
-
-    def _shard(self, part: Tensor) -> Tensor:
-        shard = self.placed.cut.shard
-        if shard is None or not part.dim():
-            return part
-        first, last = shard.bounds(part.shape)
-        # A view would keep the memory of the whole part.
-        return part[first:last].clone()  # the other rows can go
+            placement, cut = self._placement(name), self.placed.cut
+            self._set(self._held[name], _share(cut.part(whole, placement), cut.share_of(placement)))
 
     def _placement(self, name: str) -> ParameterPlacement:
         return next(self._placements[held] for held in self._held[name] if held in self._placements)
@@ -593,8 +586,9 @@ class _Parts:
         self._set_parts(name, parts)
 
     def _set_parts(self, name: str, parts: Mapping[str, Tensor]) -> None:
+        placement, cut = self._placement(name), self.placed.cut
         for suffix, part in parts.items():
-            self._set([f"{name}.{suffix}"], self._shard(part))
+            self._set([f"{name}.{suffix}"], _share(cut.part(part, placement), cut.share_of(placement)))
 
     def _set(self, names: Sequence[str], part: Tensor) -> None:
         empty = self.model.get_parameter(names[0])
@@ -608,6 +602,14 @@ class _Parts:
         parameter = nn.Parameter(part, requires_grad=empty.requires_grad)
         for name in names:
             replace_in(self.model, name, parameter)
+
+
+def _share(part: Tensor, shard: ShardChoice | None) -> Tensor:
+    if shard is None or not part.dim():
+        return part
+    first, last = shard.bounds(part.shape)
+    # A view would keep the memory of the whole part.
+    return part[first:last].clone()  # the other rows can go
 
 
 @torch.no_grad()

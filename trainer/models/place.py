@@ -11,16 +11,26 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.base.errors import UsageError
+from trainer.base.extensions import sole
 from trainer.base.text import listed
 from trainer.models.describe import ModelDescription
 from trainer.models.parameter_rules import ParameterGroups
 from trainer.parallel.dropout import DropoutKeys
-from trainer.parallel.groups import group_size, index_in_group
+from trainer.parallel.groups import Group, group_size, index_in_group, planned_group
 from trainer.parallel.mesh import ParallelMesh
-from trainer.parallel.placement import PIPELINE_AXIS, ParameterPlacement, Placements, whole
+from trainer.parallel.placement import (
+    EXPERT_AXIS,
+    PIPELINE_AXIS,
+    SHARDS_AXIS,
+    ParameterPlacement,
+    Placements,
+    Split,
+    whole,
+)
 from trainer.parallel.row_groups import RowGroups
 from trainer.parallel.shards.slices import bounds_of_part, part_of
 from trainer.recipe.plan import RunPlan
@@ -71,20 +81,38 @@ class ModelCut:
     """The cut of a model to a pipeline stage, and over tensor and context ranks; by default, it is not cut.
 
     `sequence` shards the sequences over the tensor ranks, too. `choice` is None without a pipeline. `shard` is the
-    share of these parts that this rank loads, before FSDP shards them; None: all.
+    share of these parts that this rank loads, before FSDP shards them, and `expert_shard` that of experts; None: all.
+    `experts` are the ranks that divide the experts of each layer; None: one rank.
     """
 
     groups: RowGroups = field(default_factory=RowGroups)
     sequence: bool = False
     choice: StageChoice | None = None
     shard: ShardChoice | None = None
+    experts: Group = None
+    expert_shard: ShardChoice | None = None
+
+    def group_of(self, split: Split) -> Group:
+        """Return the ranks of a split."""
+        return self.experts if split.axis == EXPERT_AXIS else self.groups.along(split.axis)
+
+    def share_of(self, placement: ParameterPlacement) -> ShardChoice | None:
+        """Return the share of a parameter that this rank loads."""
+        return self.expert_shard if EXPERT_AXIS in placement.split_axes else self.shard
 
     def part(self, tensor: Tensor, placement: ParameterPlacement) -> Tensor:
         """Return this rank's part of a whole parameter, or the parameter itself if it is replicated."""
         for split in placement.splits:
-            group = self.groups.along(split.axis)
+            group = self.group_of(split)
             tensor = part_of(tensor, split, index_in_group(group), group_size(group))
         return tensor
+
+
+ExpertCut = Callable[[Any, dist.ProcessGroup, Placements], Placements]
+"""A registered function that leaves a rank of a group its share of the experts of each layer, in place.
+
+It gets the placements of the model, returns those after the cut, and raises a `UsageError` for an unfit model.
+"""
 
 
 @dataclass(frozen=True)
@@ -108,7 +136,7 @@ class PlacedModel:
     `origin` is None if the weights were loaded whole, or may have changed.
     `groups` are those of the optimizer, of the whole model.
     The engine adds a head that scores tokens, the loss of a second model and the compiled layers, if there are any.
-    `watchers` make a `RowWatcher` from each forward pass (`engine/forward.py`).
+    `watchers` make a `RowWatcher` from each forward pass (`engine/forward.py`), `inner` an `InnerLoss` (`joint.py`).
     """
 
     model: nn.Module
@@ -125,6 +153,7 @@ class PlacedModel:
     added_loss: AddedLoss | None = None
     compiled: CompiledLayers | None = None
     watchers: list[Callable[[Any], Any]] = field(default_factory=list)
+    inner: list[Callable[[Any], Any]] = field(default_factory=list)
 
     @property
     def placements(self) -> Placements:
@@ -165,6 +194,9 @@ def place(
         from trainer.models.tensor_split import split_model
 
         placements = split_model(model, cut.groups, cut.sequence)
+    if cut.experts is not None:
+        divide: ExpertCut = sole("experts")
+        placements = divide(model, cut.experts, placements or whole(model))
     if stage is not None and cut.choice is not None:
         # Names in placements become those of the whole model, by which checkpoints know parameters.
         of_part = placements or whole(model)
@@ -221,15 +253,21 @@ def planned_cuts(plan: RunPlan, mesh: ParallelMesh, loads_shards: bool = True) -
     pipeline, is_flat = plan.pipeline, bool(plan.strategy.package)
     # With tensor or context ranks, another engine cuts the parts itself, and needs them whole.
     is_sharded = loads_shards and plan.strategy.cuts_parameters and not (is_flat and plan.layout.ranks_per_row > 1)
-    shard = ShardChoice(mesh.index("dp_shard"), mesh.size("dp_shard"), is_flat) if is_sharded else None
-    cut = replace(tensor_cut(plan, mesh), shard=shard)
+    shard, of_experts = (
+        ShardChoice(mesh.index(axis), mesh.size(axis), is_flat) if is_sharded else None
+        for axis in (SHARDS_AXIS, "dp_shard")
+    )
+    experts = mesh.group(EXPERT_AXIS)
+    cut = replace(tensor_cut(plan, mesh), shard=shard, experts=experts, expert_shard=of_experts)
     stages = () if pipeline is None else pipeline.stages_of(mesh.index(PIPELINE_AXIS))
     return _with_stages(cut, plan, stages)
 
 
 def every_cut(plan: RunPlan) -> list[ModelCut]:
     """Return the cuts of the first tensor rank for all pipeline stages, without a process group."""
-    cut = ModelCut(RowGroups.planned(plan.layout.tp, plan.layout.cp), plan.recipe.parallel.sequence)
+    experts = planned_group(plan.layout.ep) if plan.layout.ep > 1 else None
+    groups = RowGroups.planned(plan.layout.tp, plan.layout.cp)
+    cut = ModelCut(groups, plan.recipe.parallel.sequence, experts=experts)
     return _with_stages(cut, plan, range(plan.pipeline.num_stages) if plan.pipeline else ())
 
 

@@ -288,14 +288,15 @@ def _slices_of_part(
     """
     if placement.splits:
         (split,) = placement.splits
-        group = cut.groups.along(split.axis)
+        group = cut.group_of(split)
         dim, blocks = split.dim or 0, split.blocks
         width, ranges = ranges_of_part(shape[dim], split, index_in_group(group), group_size(group))
     else:
         dim, blocks, width, ranges = 0, 1, shape[0], [(0, shape[0])]
     # A part has its range of each block one behind the other, such as of query, key and value in one matrix.
     extent = [*shape[:dim], blocks * width, *shape[dim + 1 :]]
-    first, last = cut.shard.bounds(extent) if cut.shard is not None else (0, extent[0])
+    shard = cut.share_of(placement)
+    first, last = shard.bounds(extent) if shard is not None else (0, extent[0])
     extent[0] = last - first
     slices = []
     for block, (start, stop) in enumerate(ranges):

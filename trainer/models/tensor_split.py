@@ -46,7 +46,7 @@ from trainer.parallel.sharded_sequence import LayerCut
 from trainer.parallel.shards.slices import part_of
 from trainer.parallel.tensor.embedding import FeatureParallelEmbedding, VocabParallelEmbedding
 from trainer.parallel.tensor.linear import SHARED_INPUT, ColumnParallelLinear, RowParallelLinear, SharedInput
-from trainer.parallel.tensor.low_rank import LowRank
+from trainer.parallel.tensor.low_rank import Factors
 from trainer.parallel.tensor.trained_rows import TrainedRows
 
 _INPUTS = (HIDDEN_STATES, "key_value_states", "encoder_hidden_states")  # named arguments that are inputs
@@ -365,7 +365,7 @@ def _require_placed(model: Any, plan: TensorPlan, places: list[_Place]) -> None:
     )  # fmt: skip
     for place in places:
         matrices = [name for name, p in place.module.named_parameters(recurse=False) if p.dim() > 1]
-        is_ours = isinstance(place.module, LowRank | TrainedRows) or prefixes(place.name)[0] == ADDED
+        is_ours = isinstance(place.module, Factors | TrainedRows) or prefixes(place.name)[0] == ADDED
         if matrices and not _any(known, place) and not is_ours:
             raise UsageError(
                 f"{place.name}.{matrices[0]} of this {type(model).__name__} must be cut or named as whole by the family"

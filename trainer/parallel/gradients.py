@@ -6,6 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,14 @@ from torch import Tensor, nn
 from trainer.base.batches import batches
 from trainer.parallel.groups import Group
 from trainer.parallel.mesh import ParallelMesh
-from trainer.parallel.placement import CONTEXT_AXIS, ROWS_AXIS, TENSOR_AXIS, ParameterPlacement
+from trainer.parallel.placement import (
+    CONTEXT_AXIS,
+    REPLICAS_AXIS,
+    ROWS_AXIS,
+    TENSOR_AXIS,
+    ParameterPlacement,
+    Placements,
+)
 from trainer.parallel.shards.gathering import local_part
 
 # The size of the buckets of DDP.
@@ -32,6 +40,7 @@ class OverlappedSums:
         parameters: the parameters, in the order of the forward pass. The same ones get gradients on all ranks.
         sent_in: the type in which gradients are sent; None: their own.
         run_wait: a function that runs each wait for a bucket; a clock may leave out its time.
+        others: the groups of parameters with other ranks; with None, for one rank, gradients are only rounded.
     """
 
     def __init__(
@@ -40,11 +49,15 @@ class OverlappedSums:
         group: Group,
         sent_in: torch.dtype | None = None,
         run_wait: Callable[[Callable[[], object]], object] = lambda wait: wait(),
+        others: Mapping[nn.Parameter, Group] = MappingProxyType({}),
     ) -> None:
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
         # The backward pass reaches the last parameters first, so their bucket is full first.
-        self._buckets = list(_buckets(trainable[::-1], sent_in))
-        self._group, self._sent_in, self._run_wait = group, sent_in, run_wait
+        self._buckets = [
+            bucket for _, alike in groupby(trainable[::-1], others.__contains__) for bucket in _buckets(alike, sent_in)
+        ]
+        self._groups = [others.get(bucket[0], group) for bucket in self._buckets]
+        self._sent_in, self._run_wait = sent_in, run_wait
         self._missing = [0] * len(self._buckets)
         self._num_begun = 0
         self._sending: deque[tuple[Callable[[], object], Sequence[Tensor], Tensor]] = deque()
@@ -68,7 +81,7 @@ class OverlappedSums:
 
     @torch.no_grad()
     def _send(self) -> None:
-        bucket = self._buckets[self._num_begun]
+        bucket, group = self._buckets[self._num_begun], self._groups[self._num_begun]
         self._num_begun += 1
         gradients = [parameter.grad for parameter in bucket if parameter.grad is not None]
         # No pass used them; that is the same on all ranks, so no rank waits for this one.
@@ -78,8 +91,9 @@ class OverlappedSums:
             self._end()
         # One flat copy for each bucket, because a collective for each parameter would cost its latency each time.
         flat = torch.cat([gradient.reshape(-1).to(self._sent_in or gradient.dtype) for gradient in gradients])
-        work = dist.all_reduce(flat, group=self._group, async_op=True)
-        self._sending.append((work.wait, gradients, flat))
+        # Without a group, torch would take the one of all ranks.
+        work = dist.all_reduce(flat, group=group, async_op=True) if group is not None else None
+        self._sending.append((work.wait if work else bool, gradients, flat))
 
     def _end(self) -> None:
         wait, gradients, flat = self._sending.popleft()
@@ -111,6 +125,14 @@ def round_gradients_(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> 
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.copy_(parameter.grad.to(dtype))
+
+
+def groups_of_experts(
+    parameters: Mapping[str, nn.Parameter], placements: Placements, mesh: ParallelMesh
+) -> dict[nn.Parameter, Group]:
+    """Return the parameters with gradients over fewer ranks than all data ranks, with the group of these ranks."""
+    group = mesh.group(REPLICAS_AXIS)
+    return {p: group for name, p in parameters.items() if REPLICAS_AXIS in placements[name].partial_over}
 
 
 def partial_axis(placement: ParameterPlacement, mesh: ParallelMesh) -> str | None:

@@ -18,15 +18,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.base.errors import TrainerError, error_of_values, error_to_values
 from trainer.parallel.device_traits import DeviceTraits, traits_of
-from trainer.parallel.placement import CONTEXT_AXIS, ROWS_AXIS, TENSOR_AXIS
+from trainer.parallel.placement import CONTEXT_AXIS, EXPERT_AXIS, REPLICAS_AXIS, ROWS_AXIS, SHARDS_AXIS, TENSOR_AXIS
 from trainer.ranks.messages import decode, encode
 
 Result = TypeVar("Result")
 
 # Outermost first: tensor ranks are neighbours, on the fastest links. Megatron-LM and torchtitan have the same order.
-AXES = ("pp", "dp_replicate", "dp_shard", CONTEXT_AXIS, TENSOR_AXIS)
-DATA_AXES = ("dp_replicate", "dp_shard")
-JOINT_AXES = {"dp": DATA_AXES, ROWS_AXIS: (CONTEXT_AXIS, TENSOR_AXIS)}
+AXES = ("pp", "dp_replicate", "dp_shard", EXPERT_AXIS, CONTEXT_AXIS, TENSOR_AXIS)
+DATA_AXES = ("dp_replicate", "dp_shard", EXPERT_AXIS)
+JOINT_AXES = {
+    "dp": DATA_AXES, REPLICAS_AXIS: DATA_AXES[:2], SHARDS_AXIS: DATA_AXES[1:], ROWS_AXIS: (CONTEXT_AXIS, TENSOR_AXIS)
+}  # fmt: skip
 """The axes that stand for several neighbouring ones."""
 
 
@@ -53,6 +55,8 @@ class ParallelMesh:
         # Computed once: each slice of torch's mesh takes a millisecond.
         self._indices = dict.fromkeys(self.sizes, 0)
         self._groups: dict[str, dist.ProcessGroup] = {}
+        self._lines: dict[str, DeviceMesh] = {}
+        self._replicated: dict[str, DeviceMesh] = {}
         self._control: dist.ProcessGroup | None = None
         if dist.is_initialized():
             assert dist.get_world_size() == self.world_size, "the degrees must multiply to the world size"
@@ -60,9 +64,14 @@ class ParallelMesh:
             # A collective of all ranks: torch creates the groups of all axes here.
             self.device_mesh = init_device_mesh(device.type, tuple(self._degrees.values()), mesh_dim_names=AXES)
             for axis in self._indices:
-                parts = JOINT_AXES.get(plain := self.plain_axis(axis))
-                line = self.device_mesh[parts]._flatten(plain) if parts else self.device_mesh[plain]
+                line = self._lines.get(plain := self.plain_axis(axis))
+                if line is None:
+                    parts = JOINT_AXES.get(plain)
+                    line = self.device_mesh[parts]._flatten(plain) if parts else self.device_mesh[plain]
+                self._lines[axis] = line
                 self._indices[axis], self._groups[axis] = line.get_local_rank(), line.get_group()
+            if self.size("dp_replicate") > 1 and self.plain_axis(SHARDS_AXIS) == SHARDS_AXIS:
+                self._replicated[SHARDS_AXIS] = self._replicated_line(SHARDS_AXIS)  # here, because a plan has no values
             # Decisions (stop, save) and gathered metrics are CPU tensors, which gloo sends without the device's queue.
             self._control = dist.group.WORLD
 
@@ -77,11 +86,13 @@ class ParallelMesh:
         return self._indices[axis]
 
     def plain_axis(self, axis: str) -> str:
-        """Return the axis with the ranks of `axis`: a joint one of tensor or context ranks alone is theirs."""
-        if axis != ROWS_AXIS:
+        """Return the axis with the ranks of `axis`: one with the ranks of a part, or of `dp`, is that."""
+        if axis not in JOINT_AXES or axis == "dp":
             return axis
         several = [part for part in JOINT_AXES[axis] if self._degrees[part] > 1]
-        return axis if len(several) > 1 else next(iter(several), CONTEXT_AXIS)
+        if len(several) < 2:
+            return next(iter(several), JOINT_AXES[axis][0])
+        return "dp" if several == [part for part in DATA_AXES if self._degrees[part] > 1] else axis
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
         """Return the process group along `axis`, or None if the axis has one rank."""
@@ -91,6 +102,21 @@ class ParallelMesh:
         """Return the process group along `axis`, also for one rank, for libraries that require a group."""
         assert self._groups, "one process has no process group"
         return self._groups[axis]
+
+    def sharding(self, axis: str) -> DeviceMesh:
+        """Return the mesh of FSDP with shards along `axis`; with two axes, FSDP replicates over the first one: HSDP."""
+        assert self.device_mesh is not None, "one process has no ranks to share with"
+        axes = ("dp_replicate", self.plain_axis(axis))
+        if self.size(axes[0]) == 1:
+            return self._lines[axis]
+        return self.device_mesh[axes] if axes[1] in AXES else self._replicated[axes[1]]
+
+    def _replicated_line(self, axis: str) -> DeviceMesh:
+        groups = [self._groups["dp_replicate"], self._groups[axis]]
+        rows, columns = (dist.get_process_group_ranks(group) for group in groups)
+        # Through this rank, which is in a row and in a column.
+        ranks = [[first + second - self.rank for second in columns] for first in rows]
+        return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=("dp_replicate", axis))
 
     @property
     def is_first_replica(self) -> bool:

@@ -22,6 +22,25 @@ POOLED = "pooled_tokens"
 """The input that is 1 for the tokens to pool and 0 for those of a prompt, which no model of transformers takes."""
 
 
+class TokenMasking(Protocol):
+    """The masking of a task that makes labels from tokens, in each epoch others.
+
+    Attributes:
+        mask_token: the id that hides a token.
+        ordinary_tokens: the ids of the tokens that it draws in place of others, int64 `[ordinary]`.
+    """
+
+    @property
+    def mask_token(self) -> int: ...
+
+    @property
+    def ordinary_tokens(self) -> Tensor: ...
+
+    def __call__(self, input_ids: Tensor, rows: Tensor, epoch: int | None) -> tuple[Tensor, Tensor]:
+        """Return the tokens with masks and the labels; for arguments see `data/collate.py`."""
+        ...
+
+
 @dataclass(frozen=True)
 class Microbatch:
     """The rows of one forward pass.

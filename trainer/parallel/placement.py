@@ -8,14 +8,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, prod
+from typing import TYPE_CHECKING
 
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn
 
 TENSOR_AXIS = "tp"
 """The mesh axis of tensor parallelism."""
 
 CONTEXT_AXIS = "cp"
 """The mesh axis of context parallelism."""
+
+EXPERT_AXIS = "ep"
+"""The mesh axis of the data ranks that divide the experts of a layer."""
+
+REPLICAS_AXIS = "dp_replicate_shard"
+"""The data ranks with the same experts, over which the gradients of these are summed."""
+
+SHARDS_AXIS = "dp_shard_ep"
+"""The data ranks over which FSDP shards all parameters but experts, which it shards over `dp_shard`."""
+
+SHARD_AXES = ("dp_shard", SHARDS_AXIS)
+"""The axes over which a strategy shards parameters."""
 
 ROWS_AXIS = "cp_tp"
 """The context and tensor axes together: the ranks that process the same rows. They shard the vocabulary."""

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
 
+from trainer.parallel.placement import SHARD_AXES
+
 if TYPE_CHECKING:
     from trainer.parallel.placement import ParameterPlacement, Placements
 
@@ -53,7 +55,7 @@ def state_bytes(
     def sharded(placement: ParameterPlacement) -> int:
         number = placement.num_elements(sizes)
         # A placement of FSDP names the data shards itself; the parts of DeepSpeed are ranges of flattened tensors.
-        return number if "dp_shard" in placement.split_axes else ceil(number / sizes["dp_shard"])
+        return number if not {*SHARD_AXES}.isdisjoint(placement.split_axes) else ceil(number / sizes["dp_shard"])
 
     optimizer = sum(
         optimizer_bytes(name, sharded(placement) if cut_optimizer else placement.num_elements(sizes))

@@ -52,8 +52,8 @@ def _axes(plan: RunPlan) -> list[_Axis]:
         held = [plan.pipeline.stages_of(rank) for rank in range(layout.pp)]
         title = "stage" if plan.pipeline.stages_per_rank == 1 else "stages"
         axes.append(_Axis(title, tuple(", ".join(map(str, stages)) for stages in held), layout.pp))
-    titles = ("replica", layout.dp_replicate), ("shard", layout.dp_shard), ("context", layout.cp), ("tensor", layout.tp)
-    for title, size in titles:
+    titles = {"replica": layout.dp_replicate, "shard": layout.dp_shard, "experts": layout.ep, "context": layout.cp}
+    for title, size in {**titles, "tensor": layout.tp}.items():
         axes.append(_Axis(title, tuple(map(str, range(size))), size))
     return [axis for axis in axes if axis.size > 1]
 

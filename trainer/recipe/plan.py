@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal
 
 from trainer.base.errors import RecipeError
 from trainer.base.extensions import registered, resolved
@@ -21,6 +21,7 @@ class Layout:
 
     dp_replicate: int = 1
     dp_shard: int = 1
+    ep: int = 1
     cp: int = 1
     tp: int = 1
     pp: int = 1
@@ -29,13 +30,13 @@ class Layout:
     def sizes(self) -> dict[str, int]:
         """The size of each axis of the mesh, by its name."""
         # Outermost first: ranks of the innermost axes are neighbours on a node, because they communicate most.
-        names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+        names = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
         return {name: getattr(self, name) for name in names}
 
     @property
     def data_parallel_size(self) -> int:
         """Number of ranks that process different rows of a global batch."""
-        return self.dp_replicate * self.dp_shard
+        return self.dp_replicate * self.dp_shard * self.ep
 
     @property
     def ranks_per_row(self) -> int:
@@ -176,9 +177,9 @@ def _layout(parallel: Parallel, world_size: int, local_world_size: int) -> Layou
         raise RecipeError(
             f"`parallel.strategy` {strategy.name} is one process, but there are {world_size}; use ddp, or one process"
         )
-    ranks = world_size // cut.world_size  # data-parallel ranks
+    ranks = world_size // cut.world_size * cut.ep  # data-parallel ranks
     if not strategy.cuts_anything:
-        return replace(cut, dp_replicate=ranks)
+        return replace(cut, dp_replicate=ranks // cut.ep)
     shard = ranks
     if strategy.groups and parallel.shard != "auto":
         shard = parallel.shard
@@ -195,21 +196,30 @@ def _layout(parallel: Parallel, world_size: int, local_world_size: int) -> Layou
         divisors = ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
         unit = "processes" if cut.world_size == 1 else "data-parallel ranks"
         raise RecipeError(f"`parallel.shard` must divide the {ranks} {unit}, but is {shard}; use one of {divisors}")
-    return replace(cut, dp_replicate=ranks // shard, dp_shard=shard)
+    if shard % cut.ep:
+        (key,) = axis_degree(parallel, "experts")
+        raise RecipeError(
+            f"`parallel.shard` must be a multiple of `parallel.{key}` {cut.ep}, but is {shard}; use"
+            f" {math.lcm(shard, cut.ep)}, or a `parallel.{key}` that divides {shard}"
+        )
+    return replace(cut, dp_replicate=ranks // shard, dp_shard=shard // cut.ep)
 
 
-def axis_degree(parallel: Parallel) -> dict[str, int]:
-    """Return the registered key of `parallel` with the number of context ranks, and that number; {} without one."""
-    keys = [row.name.removeprefix("parallel.") for row in registered("axis")]
+def axis_degree(parallel: Parallel, kind: Literal["axis", "experts"] = "axis") -> dict[str, int]:
+    """Return the registered key of `parallel` with the number of context or expert ranks, and that number, if any."""
+    keys = [row.name.removeprefix("parallel.") for row in registered(kind)]
     return {key: getattr(parallel, key) for key in keys}
 
 
 def _checked_cut(parallel: Parallel, world_size: int) -> Layout:
-    """Return the layout of one data-parallel rank: its stages, context and tensor ranks. They must divide the ranks."""
-    of_axis = axis_degree(parallel)
-    cut = Layout(cp=math.prod(of_axis.values()), tp=parallel.tensor, pp=parallel.pipeline.stages)
+    """Return the layout of the ranks with different weights: stages, expert, context and tensor ranks."""
+    of_axis, of_experts = axis_degree(parallel), axis_degree(parallel, "experts")
+    cut = Layout(
+        ep=math.prod(of_experts.values()), cp=math.prod(of_axis.values()), tp=parallel.tensor,
+        pp=parallel.pipeline.stages,
+    )  # fmt: skip
     if world_size % cut.world_size:
-        degrees = {"pipeline.stages": cut.pp, "tensor": cut.tp, **of_axis}
+        degrees = {"pipeline.stages": cut.pp, "tensor": cut.tp, **of_axis, **of_experts}
         (key, degree), *others = [(key, degree) for key, degree in degrees.items() if degree > 1]
         product = "".join(f"times `parallel.{other}` {size} " for other, size in others)
         whole = "1 stage" if key == "pipeline.stages" else f"`parallel.{key}` 1"

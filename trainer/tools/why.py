@@ -39,6 +39,8 @@ _LEAST_SHARE = 0.01  # of the wall time; a smaller gain is not offered
 _LARGE_SHARE = 0.05  # of the wall time; a smaller part is no reason to plan changes of it
 _LITTLE = 0.02  # the share of evaluations and checkpoints after a change
 _WORKERS = 2  # twice the processes that prepare batches, and these without any
+_LAST_STEPS = 5  # records of a mixture of experts
+_UNUSED, _UNEVEN = 0.5, 1.5  # the share of experts without tokens, and the load of a rank, for notes
 _WIDTH = 64  # tokens; texts of compiled models are padded to a multiple of at most this
 
 
@@ -139,6 +141,7 @@ def explain(folder: Path, hardware: str | None, steps: int | None, show: Callabl
         advisor = _Advisor(recipe, run, parts, _devices(run, hardware, world_size))
         changes = advisor.changes()
         advisor.note_speed()
+        advisor.note_experts()
         made = Explanation(run, parts, tuple(changes), advisor.batch, tuple(advisor.notes))
         if steps is None or not changes:
             return made
@@ -205,6 +208,27 @@ class _Advisor:
         planned = Planned(devices.name, self._length, own.time.likely, rounded)
         if (text := shortfall(record, self._own, planned, self._plan.layout.world_size == 1)) is not None:
             self.notes.append(text)
+
+    def note_experts(self) -> None:
+        """Add notes on a mixture of experts if its tokens collapse on few of them, or one rank has most of them."""
+        found = [step.more for step in self._run.metrics.steps[-_LAST_STEPS:] if "experts_unused" in step.more]
+        if not found:
+            return
+        unused, entropy, most, rank = (
+            sum(numbers.get(name, 1.0) for numbers in found) / len(found)
+            for name in ("experts_unused", "router_entropy_min", "expert_load_max", "expert_rank_load_max")
+        )
+        if unused >= _UNUSED:
+            self.notes.append(
+                f"the routers collapse: in a layer, {unused:.0%} of the experts get no token of a step, the largest"
+                f" load is {most:.1f} times the mean, and the least entropy {entropy:.0%} of the possible one; balance"
+                " them by `task.router_loss`, such as 0.01, or by `task.router_bias_rate` where routers have biases"
+            )
+        if rank >= _UNEVEN:
+            self.notes.append(
+                f"the experts of one rank get {rank:.1f} times the mean of the tokens of a layer, and the other ranks"
+                " wait; a larger `task.router_loss` balances them"
+            )
 
     def _loaded(self, word: str) -> ResolvedRecipe | None:
         with suppress(TrainerError):

@@ -328,6 +328,7 @@ class Loop:
             skipped_steps=result.skipped_steps,
             loss_scale=result.loss_scale,
             mfu=rates.mfu,
+            more=result.more(),
         )
         record = self.tools.completed(record, [rank.of_tools for rank in ranks], elapsed)
         with self.meter.during(OUTPUT):

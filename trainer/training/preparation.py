@@ -10,10 +10,11 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from trainer.data.collate import Batching, TokenMasking
+from trainer.data.collate import Batching
 from trainer.data.encoding import RowEncoding
 from trainer.data.sources import Split
 from trainer.data.split import EncodedSplit
+from trainer.parallel.microbatch import TokenMasking
 from trainer.recipe.schema import Model
 from trainer.tasks.task import Task
 from trainer.tasks.types import Tokenizer

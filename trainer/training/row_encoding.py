@@ -13,7 +13,7 @@ import numpy as np
 from trainer.base.disk import numbered_errors
 from trainer.base.errors import DataError, Problems, TrainerError, UsageError
 from trainer.base.extensions import resolved
-from trainer.data.collate import Padding, TokenMasking
+from trainer.data.collate import Padding
 from trainer.data.encoding import RowEncoding
 from trainer.data.sources import Split
 from trainer.data.split import EncodedSplit
@@ -28,6 +28,7 @@ from trainer.models.configuration import (
     vocabulary_size,
 )
 from trainer.models.tokenizer import load_tokenizer, name_target_language, set_languages, tokenizer_notes
+from trainer.parallel.microbatch import TokenMasking
 from trainer.recipe.schema import Recipe
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import Task, TextTask

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from trainer.base.errors import Problems
 from trainer.checkpoint.counters import Progress
-from trainer.data.collate import TokenMasking
 from trainer.data.loader import SplitRows, TrainingRows
 from trainer.data.order import GlobalOrder, Mixture
 from trainer.data.sources import Split, Splits, load_splits, require_one_type
 from trainer.data.split import EncodedSplit
 from trainer.observe.observer import Observer
+from trainer.parallel.microbatch import TokenMasking
 from trainer.ranks.environment import cache_folder
 from trainer.recipe.registered import all_of, asked_for
 from trainer.recipe.schema import Recipe

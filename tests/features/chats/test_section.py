@@ -14,5 +14,7 @@ def test_an_error_names_the_key_of_chats_only_where_it_is_registered(monkeypatch
         return " ".join(str(one) for one in task.contradictions())
 
     assert "set it, or `task.messages`, or `task.prompt` and `task.completion`" in messages()
-    monkeypatch.delitem(CausalLM.model_fields, "messages")
+    # Not `delitem`, which would put the key back at the end.
+    monkeypatch.setattr(CausalLM, "__pydantic_fields__", {**CausalLM.model_fields})
+    del CausalLM.model_fields["messages"]
     assert "set it, or `task.prompt` and `task.completion`" in messages()

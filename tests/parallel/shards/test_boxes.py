@@ -32,7 +32,7 @@ class FakeMesh:
 
 def meshes(**sizes: int) -> list[Any]:
     """Of all ranks."""
-    sizes = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1} | sizes
+    sizes = {"dp_replicate": 1, "dp_shard": 1, "ep": 1, "cp": 1, "tp": 1} | sizes
     places = product(*(range(size) for size in sizes.values()))
     return [FakeMesh(sizes, dict(zip(sizes, place, strict=True))) for place in places]
 

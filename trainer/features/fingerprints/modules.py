@@ -146,9 +146,15 @@ class ModuleRecorder:
                 chosen = torch.arange(shape[1], device=device) < length
                 cut = slice(start, start + length)
                 return Tokens(chosen, key.flat.rows[cut], key.flat.positions[cut], num_rows), shape[1] < total
+        masks = self._masks(name, key, num_rows)
+        if shape[0] != num_rows and len(shape) == 2:  # routers and experts get tokens without their rows
+            if key.flat is not None and len(key.flat.rows) == shape[0]:
+                chosen = torch.ones(shape[0], dtype=torch.bool, device=device)
+                return Tokens(chosen, key.flat.rows, key.flat.positions, num_rows), False
+            mask = next((one for one in masks if one.numel() == shape[0]), None)
+            return None if mask is None else (_of_mask(mask, 0, mask.shape[1], mask.shape[1]), False)
         if shape[0] != num_rows or len(shape) < 2:
             return None
-        masks = self._masks(name, key, num_rows)
         if len(shape) == 2 or not masks:
             # Without a mask, all of an output belongs to its row, unless ranks shard positions.
             if len(shape) > 3 or (len(shape) == 3 and any(size > 1 for _, size in self._cuts)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -12,10 +13,12 @@ from transformers.pytorch_utils import Conv1D
 
 from trainer.base.distribution import install_command
 from trainer.base.errors import UsageError
+from trainer.features.quantization.experts import QuantizedExperts, decoded_experts
 from trainer.features.quantization.files import QuantizedFiles, quantized_keys
 from trainer.features.quantization.linear import FORMATS, Format, QuantizedLinear, load_package
 from trainer.features.quantization.section import QuantizationKeys
-from trainer.models.families.table import layers_of
+from trainer.models.families.table import FAMILIES, layers_of
+from trainer.models.merged_weights import is_fused
 from trainer.models.names import replace_in, tied_names
 from trainer.models.registered_forms import unreadable
 from trainer.models.stored_weights import StoredWeights
@@ -32,14 +35,15 @@ class StoredParts(EncodedWeight):
     def decoded(self, shape: Sequence[int], read: Callable[[str], Tensor]) -> Tensor:
         # `read` returns fp32, in which codes of 8 bits are exact.
         tensors = {part: read(name).to(self.format.types[part]) for part, name in self.parts.items()}
-        return self.format.dequantize(tensors, tuple(shape), torch.float32)
+        decoded = partial(decoded_experts, self.format) if len(shape) == 3 else self.format.dequantize
+        return decoded(tensors, tuple(shape), torch.float32)
 
 
 class Quantization(WeightForm):
     """The form of `model.quantization`."""
 
     def replace_layers(self, model: nn.Module) -> None:
-        """Quantise the frozen linear layers inside of the repeated layers; on `meta`, their weights have shapes only.
+        """Quantise frozen linear layers and experts of the repeated layers; on `meta`, their weights have shapes only.
 
         Layers that are trained, or share their weight, keep it.
 
@@ -51,14 +55,22 @@ class Quantization(WeightForm):
         inside = {id(part) for layer in layers_of(model, "`model.quantization`").values() for part in layer.modules()}
         tied = {name for names in tied_names(model) for name in names}
         num_replaced = 0
+        # The functions of transformers know matrices of experts as one tensor only.
+        family = FAMILIES.get(cast(Any, model).config.model_type)
+        computes_experts = family is not None and family.change is not None
         for name, module in list(model.named_modules()):
-            if id(module) not in inside or not isinstance(module, nn.Linear | Conv1D):
+            if id(module) not in inside or not (isinstance(module, nn.Linear | Conv1D) or is_fused(module)):
                 continue
             if isinstance(module, Conv1D):
                 raise UsageError(
                     f"`model.quantization` is {kind}, which does not support the layers of this model: {name} is a"
                     " Conv1D, which holds its weight transposed; set it to null"
                 )
+            if is_fused(module) and computes_experts:
+                for key, matrix in list(module.named_parameters(recurse=False)):
+                    if matrix.dim() == 3 and not matrix.requires_grad:
+                        delattr(module, key)  # a module cannot take the place of a parameter
+                        setattr(module, key, QuantizedExperts(matrix, kind))
             if type(module) is nn.Linear and not module.weight.requires_grad and f"{name}.weight" not in tied:
                 layer = QuantizedLinear(module, kind)
                 replace_in(model, name, layer)
@@ -87,6 +99,11 @@ class Quantization(WeightForm):
                 "`--verify` with `--adapter` compares logits of PEFT, but over `model.quantization` int8 other programs"
                 " round the inputs of layers too; leave one of them out"
             )
+        if experts := next((name for name, weight in weights_in_parts(model).items() if len(weight.shape) == 3), None):
+            raise UsageError(
+                "`--verify` with `--adapter` compares logits of PEFT, but other programs hold experts exactly, and"
+                f" `model.quantization` {self.value} holds {experts} in 4 bits; leave one of them out"
+            )
         layers = {name for name, module in plain.named_modules() if isinstance(module, nn.Linear)}
         # PEFT must leave exact the layers that the training left exact.
         exact = layers - {name.rpartition(".")[0] for name in weights_in_parts(model)}
@@ -110,7 +127,9 @@ class Quantization(WeightForm):
         shapes: Mapping[str, tuple[int, ...]],
     ) -> StoredWeights:
         quantized = quantized_keys(stored.shapes)
-        if exact := [name for name in weights_in_parts(model) if renamed.get(name) not in quantized]:
+        # bitsandbytes leaves experts exact, which are quantised as those of other files.
+        linear = [name for name, weight in weights_in_parts(model).items() if len(weight.shape) == 2]
+        if exact := [name for name in linear if renamed.get(name) not in quantized]:
             raise UsageError(
                 f"`model.name_or_path` is {str(recipe.name_or_path)!r}, with weights in {self.value}, but holds"
                 f" {exact[0]} exactly; quantise all linear layers of its repeated layers, or name the model that it was"

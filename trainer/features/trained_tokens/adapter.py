@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from typing import Any, cast
 
@@ -13,20 +13,21 @@ from trainer.base.errors import Problems, UsageError
 from trainer.base.text import listed
 from trainer.features.trained_tokens.rows import TrainedLogits, TrainedVectors
 from trainer.features.trained_tokens.section import TokenKeys
+from trainer.models.adapters import PartsAdder
 from trainer.models.tokenizer import load_tokenizer
 from trainer.models.vector_scale import scale_of
 from trainer.parallel.tensor.trained_rows import TrainedRows, attach_rows
 from trainer.recipe.schema import Adapter, Model
 
 
-def train_rows(model: Any, recipe: Model, adapter: Adapter) -> None:
+def _train_rows(model: Any, recipe: Model, adapter: Adapter, _: int) -> Collection[str]:
     """Attach trained rows to the input embedding, to the modules that share its weight, and to the output head.
 
     The rows are those of `tokens` and of the new tokens. Modules that are trained whole have the latter already.
     """
     tokens = cast(TokenKeys, adapter).trainable_tokens or ()
     if not tokens and recipe.new_tokens is None:
-        return
+        return ()
     embedding = model.get_input_embeddings() if model.main_input_name == "input_ids" else None
     if not isinstance(embedding, nn.Embedding):
         raise UsageError(
@@ -52,6 +53,7 @@ def train_rows(model: Any, recipe: Model, adapter: Adapter) -> None:
         rows = _attached_rows(name, layer, ids, torch.empty(len(ids), embedding.embedding_dim, device=weight.device))
         # Modules that share a weight share the trained rows too.
         rows.rows = tied.setdefault(weight, rows.rows)
+    return ()
 
 
 def _attached_rows(name: str, layer: nn.Module, ids: Sequence[int], begin: Tensor) -> TrainedRows:
@@ -95,3 +97,6 @@ def _token_ids(recipe: Model, tokens: Sequence[str | int], num_embeddings: int) 
     problems.raise_all()
     # Sorted, so that the order of names in the recipe does not change the parameter.
     return sorted(ids)
+
+
+TRAINED_ROWS = PartsAdder(_train_rows)

@@ -100,6 +100,8 @@ class ModelFamily:
     starts_with_padding: bool = False  # whether a decoder starts with the padding token if no start token is set
     # whether layers hand unknown arguments on to the attention function, and may omit padding
     padding_free: bool = False
+    change: Callable[[Any], object] | None = None  # changes a whole model before it is cut
+    prepare: Callable[[Any, Any], None] | None = None  # a `ModelChange` of each training (`engine/forward.py`)
     undeclared_keys: tuple[str, ...] = ()  # configuration keys that the model reads and transformers does not declare
 
 

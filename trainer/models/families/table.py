@@ -113,7 +113,8 @@ def layers_of(model: nn.Module, needed_by: str = "this recipe") -> dict[str, nn.
     return layers
 
 
-def _in_table(model: Any) -> ModelFamily | None:
+def in_table(model: Any) -> ModelFamily | None:
+    """Return the family of a model in the table; None: there is none."""
     return FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))
 
 
@@ -127,23 +128,23 @@ def _first_match(values: Mapping[str, Value], model: nn.Module, name: str) -> Va
 
 def called_dropouts(model: nn.Module, name: str) -> tuple[str, ...]:
     """Return names for the dropouts that the module `name` calls as functions, by the model's family, in order."""
-    called = family.called_dropouts if (family := _in_table(model)) else {}
+    called = family.called_dropouts if (family := in_table(model)) else {}
     return _first_match(called, model, name) or ()
 
 
 def shared_product(model: nn.Module, name: str) -> str | None:
     """Return the method of the module `name` that multiplies a tensor that all rows share, by the model's family."""
-    return _first_match(family.shared_products if (family := _in_table(model)) else {}, model, name)
+    return _first_match(family.shared_products if (family := in_table(model)) else {}, model, name)
 
 
 def residual_output(model: nn.Module, name: str) -> Callable[..., Any] | None:
     """Return the forward function of the module `name` if it drops and adds a residual, by the model's family."""
-    outputs = family.residual_outputs if (family := _in_table(model)) else {}
+    outputs = family.residual_outputs if (family := in_table(model)) else {}
     return _first_match(outputs, model, name)
 
 
 def first_shared_call(model: nn.Module, name: str) -> int | None:
     """Return the first call of a dropout on a tensor that all rows share, by the model's family; None: none."""
-    family = _in_table(model)
+    family = in_table(model)
     calls = (family.shared_dropouts, family.shared_second_calls) if family else ()
     return next((call for call, patterns in enumerate(calls) if _matches_any(patterns, model, name)), None)

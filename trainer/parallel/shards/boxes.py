@@ -13,8 +13,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from trainer.parallel.mesh import AXES, DATA_AXES, JOINT_AXES, ParallelMesh
-from trainer.parallel.placement import PIPELINE_AXIS, ParameterPlacement, Split
+from trainer.parallel.mesh import AXES, JOINT_AXES, ParallelMesh
+from trainer.parallel.placement import PIPELINE_AXIS, SHARD_AXES, ParameterPlacement, Split
 from trainer.parallel.shards.gathering import local_part
 from trainer.parallel.shards.slices import bounds_of_part, ranges_of_part
 
@@ -148,7 +148,7 @@ def segments_of(placement: ParameterPlacement, mesh: ParallelMesh, splits: Seque
             for piece in _within(dims[dim], start, stop, block * width)
         ]
         # Shards of torch have no padding: the last ranks have fewer elements.
-        is_padded = split.axis not in DATA_AXES
+        is_padded = split.axis not in SHARD_AXES
         extents[dim] = split.blocks * width if is_padded else ranges[0][1] - ranges[0][0]
     return dims
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from trainer.parallel.mesh import DATA_AXES, ParallelMesh
-from trainer.parallel.placement import PIPELINE_AXIS, ParameterPlacement, Split
+from trainer.parallel.mesh import ParallelMesh
+from trainer.parallel.placement import PIPELINE_AXIS, SHARD_AXES, ParameterPlacement, Split
 from trainer.parallel.shards.slices import join_parts, part_of
 
 
@@ -20,8 +20,8 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def tensor_splits(placement: ParameterPlacement, mesh: ParallelMesh) -> list[Split]:
-    """Return the splits over ranks that process the same rows, which precede sharding over data ranks."""
-    return [split for split in placement.splits if split.axis not in DATA_AXES and mesh.size(split.axis) > 1]
+    """Return the splits of the model itself, which precede sharding over data ranks."""
+    return [split for split in placement.splits if split.axis not in SHARD_AXES and mesh.size(split.axis) > 1]
 
 
 def is_whole(parameter: Tensor, placement: ParameterPlacement, mesh: ParallelMesh) -> bool:

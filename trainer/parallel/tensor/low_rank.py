@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -52,7 +53,20 @@ class Base:
         return cls(lambda: weight, lambda x: F.linear(x, weight), bias)
 
 
-class LowRank(MatrixProduct):
+class Factors(MatrixProduct):
+    """The trained factors of low-rank products: `A` `[..., rank, in]` and `B` `[..., out, rank]`."""
+
+    def __init__(self, A: Tensor, B: Tensor, scaling: float) -> None:  # noqa: N803  # the paper's
+        super().__init__()
+        self.A = nn.Parameter(A)
+        self.B = nn.Parameter(B)
+        self.rank, self.scaling = A.shape[-2], scaling  # ZeRO-3 takes the shapes away
+
+    def extra_repr(self) -> str:
+        return f"rank={self.rank}, scaling={self.scaling:g}"
+
+
+class LowRank(Factors):
     """The product `scaling * B A dropout(x)`, `[..., in] -> [..., out]`, with `A` `[rank, in]` and `B` `[out, rank]`.
 
     With `magnitude`, the rows of the adapted weight are scaled to trained norms (DoRA). The gradient takes the present
@@ -77,12 +91,9 @@ class LowRank(MatrixProduct):
         start: tuple[Tensor, Tensor] | None = None,
         group: Group = None,
     ) -> None:
-        super().__init__()
-        self.A = nn.Parameter(A)
-        self.B = nn.Parameter(B)
+        super().__init__(A, B, scaling)
         for name, factor in zip(START, start or (None, None), strict=True):
             self.register_parameter(name, None if factor is None else nn.Parameter(factor, requires_grad=False))
-        self.scaling = scaling
         self.dropout = dropout
         self.magnitude = magnitude
         self.group = group
@@ -141,9 +152,6 @@ class LowRank(MatrixProduct):
             squares = reduce_from_group(squares, self.group)
             return squares.clamp_min(torch.finfo(squares.dtype).tiny).sqrt()  # a padding row of a head is zero
 
-    def extra_repr(self) -> str:
-        return f"rank={self.A.shape[0]}, scaling={self.scaling:g}"
-
 
 def attach(layer: nn.Module, product: LowRank, transposed: bool = False) -> None:
     """Add the product to the outputs of a linear layer; `transposed`: its weight is `[in, out]`."""
@@ -180,4 +188,5 @@ def drawn_factor(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
         return torch.zeros(shape)
     generator = torch.Generator().manual_seed(stream_key(seed, "adapter", name))
     # With this `a`, the bound is 1 / sqrt(inputs).
-    return nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5), generator=generator)
+    rows = torch.empty(prod(shape[:-1]), shape[-1])  # of all matrices, if there are several
+    return nn.init.kaiming_uniform_(rows, a=math.sqrt(5), generator=generator).view(shape)

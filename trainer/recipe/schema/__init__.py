@@ -15,7 +15,7 @@ from trainer.recipe.schema.checkpoint import Checkpoint
 from trainer.recipe.schema.data import Data, DataKeys, FileData, FolderData, HubData
 from trainer.recipe.schema.evaluation import Evaluation
 from trainer.recipe.schema.fields import Duration, Interval, PathBase, text_pattern
-from trainer.recipe.schema.language import CausalLM, MaskedLM
+from trainer.recipe.schema.language import CausalLM
 from trainer.recipe.schema.logging import Logging
 from trainer.recipe.schema.model import Adapter, Model
 from trainer.recipe.schema.optimizer import SGD, AdamW, AdamWKeys, OptimizerKeys, OptimizerSection

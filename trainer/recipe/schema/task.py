@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from trainer.recipe.schema.fields import Name
-from trainer.recipe.schema.language import CausalLM, MaskedLM
+from trainer.recipe.schema.language import CausalLM
 from trainer.recipe.schema.task_keys import ClassificationKeys, TextKeys, Traits
 
 
@@ -32,4 +32,4 @@ class SequenceRegression(TextKeys):
     """Correlation of predicted and true numbers, or their mean squared error."""
 
 
-TaskSection = SequenceClassification | SequenceRegression | MaskedLM | CausalLM
+TaskSection = SequenceClassification | SequenceRegression | CausalLM

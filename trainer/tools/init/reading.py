@@ -60,7 +60,7 @@ def _load(draft: Draft, kinds: Mapping[str, CellKind] | None = None) -> Rows:
     request = draft.request
     stub = Draft(replace(request, overrides=tuple(word for word in request.overrides if word.startswith("data."))))
     stub.values.update(
-        draft.values, name="stub", task={"type": "masked_lm", "text": "text"}, model={"name_or_path": "a/b"}
+        draft.values, name="stub", task={"type": "causal_lm", "text": "text"}, model={"name_or_path": "a/b"}
     )
     data = stub.resolved().recipe.data  # of a stub, because the task is not known yet
     problems = Problems()

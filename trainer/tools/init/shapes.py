@@ -11,6 +11,7 @@ from typing import Any
 
 from trainer.base.extensions import registered, resolved
 from trainer.base.text import listed
+from trainer.recipe.registered import task_sections
 from trainer.tools.init.columns import ADDRESSES, DATES, LISTS, SCALARS, Column, Kind
 
 _TEXT: tuple[Kind, ...] = ("text",)
@@ -253,8 +254,9 @@ def _of_texts(columns: _Columns) -> Iterator[Shape]:
         if column.name != text and _may_label(column) and not column.numbers_rows
         and (column.repeats or not column.words & _OTHER_WORDS)
     ]  # fmt: skip
-    yield Shape({"type": "causal_lm", "text": text}, f"{why}: learn to continue them", labels=others)
-    yield Shape({"type": "masked_lm", "text": text}, f"{why}: learn hidden words", labels=others)
+    for task, use in (("causal_lm", "learn to continue them"), ("masked_lm", "learn hidden words")):
+        if task in task_sections():  # features may be deleted
+            yield Shape({"type": task, "text": text}, f"{why}: {use}", labels=others)
     for label in others:  # one that only the user can know to be a label
         yield from _of_label(label, text, [column for column in others if column is not label])
 

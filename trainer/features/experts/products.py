@@ -1,0 +1,234 @@
+"""The products of experts: one arithmetic for every layout, in place of transformers' functions.
+
+Rows of tokens are sorted by expert, and each expert multiplies its rows:
+
+    y_t = sum_k w_tk down_e(act(gate_e(x_t)) * up_e(x_t)),  e = index_tk
+
+The sum over k is in the order of the router's choices, so it depends on no other token.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.autograd.function import once_differentiable
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from trainer.features.experts.exchange import equal_shares, exchanged_counts, to_rank
+from trainer.features.experts.quantized import rows_times_stored
+from trainer.parallel.device_traits import traits_of
+from trainer.parallel.dtypes import NARROW, at_least_fp32, product_in_fp32
+from trainer.parallel.stored_in_parts import StoredInParts
+from trainer.parallel.tensor.kinds import ATTRIBUTE
+
+EXPERT_GROUP = "expert_group"
+"""The attribute of a module of experts with the ranks that divide them."""
+EXPERT_PRODUCTS = "expert_products"
+"""The name of `experts_forward` in transformers' table."""
+_GROUPED_CAPABILITY = (8, 0)
+_ALIGNED = 8  # elements in 16 bits that the grouped kernel reads at once
+
+
+def experts_forward(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sum of the outputs of the chosen experts, `[tokens, H]`.
+
+    Args:
+        experts: a module that transformers decorates by `use_experts_implementation`.
+        hidden: the tokens `[tokens, H]`.
+        index: the experts of each token `[tokens, k]`.
+        weights: their weights `[tokens, k]`.
+    """
+    order, counts = sorted_by_expert(index, experts.num_experts)
+    # Rounded before they travel, as the products would round them.
+    rows = hidden[order // index.shape[-1]].to(product_dtype(hidden))
+    group = getattr(experts, EXPERT_GROUP, None)
+    rows = expert_products(experts, rows, counts) if group is None else _divided_products(experts, rows, counts, group)
+    return weighted_sum(rows, order, weights, hidden.dtype)
+
+
+def _divided_products(experts: Any, rows: Tensor, counts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the outputs of all experts for the rows of this rank, which travel to the ranks with their experts."""
+    of_ranks, sent, received = exchanged_counts(counts, len(rows), group)
+    sizes = [sum(row) for row in sent], [sum(row) for row in received]
+    rows = to_rank(rows, *sizes, group)
+    # They come by rank, then by expert; equal experts of all ranks are joined.
+    owner = torch.arange(of_ranks.shape[1], device=rows.device).repeat(len(of_ranks))
+    order = owner.repeat_interleave(of_ranks.flatten(), output_size=len(rows)).argsort(stable=True)
+    outputs = expert_products(experts, rows[order], of_ranks.sum(0))
+    return to_rank(outputs[inverse(order)], sizes[1], sizes[0], group)
+
+
+def sorted_by_expert(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Return the order of the choices `[tokens * k]`, sorted by expert, and the number of rows of each `[experts]`."""
+    chosen = index.flatten()
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=chosen.device)
+    # Unlike `bincount`, it does not let the host wait for a GPU.
+    return chosen.argsort(stable=True), counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+
+
+def weighted_sum(rows: Tensor, order: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sum over the experts of each token, `[tokens, H]`.
+
+    Args:
+        rows: the outputs `[tokens * k, H]`, sorted by expert.
+        order: the choice that each row belongs to; see `sorted_by_expert`.
+        weights: the weights `[tokens, k]`.
+    """
+    outputs = rows[inverse(order)].view(*weights.shape, rows.shape[-1])
+    summed: Tensor = (outputs * weights.unsqueeze(-1)).sum(1)
+    return summed.to(dtype)
+
+
+def inverse(order: Tensor) -> Tensor:
+    """Return the permutation that undoes `order`."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """Return the type of products of `x`: autocast rounds operands of products, but does not know those of experts."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def expert_products(experts: Any, rows: Tensor, counts: Tensor) -> Tensor:
+    """Return the outputs of experts for rows that are sorted by expert, `[n, H]`, without the router's weights.
+
+    Args:
+        experts: the module with the matrices of `len(counts)` experts.
+        rows: the rows `[n, H]`: `counts[0]` for the first expert, then those of the next ones.
+        counts: the rows of each expert, int64.
+    """
+    sizes = sizes_of(counts, len(rows), _is_grouped(experts, rows))
+    hidden = expert_linear(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows, counts, sizes)
+    hidden = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
+    hidden = expert_linear(experts, "down_proj", hidden, counts, sizes)
+    return cast(Tensor, experts.post_expert_norm(hidden)) if experts.has_post_expert_norm else hidden
+
+
+def expert_linear(experts: Any, name: str, rows: Tensor, counts: Tensor, sizes: list[int] | None) -> Tensor:
+    """Return the rows, multiplied by the matrix `name` of their expert, with its bias `[n, out]`.
+
+    Args:
+        sizes: see `sizes_of`.
+    """
+    weight = getattr(experts, name)
+    bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
+    dtype = product_dtype(rows)
+    rows = rows.to(dtype)
+    if isinstance(weight, StoredInParts):
+        on_host = sizes_of(counts, len(rows), is_grouped=False) or [] if sizes is None else sizes
+        outputs = rows_times_stored(rows, weight, on_host, experts.is_transposed)
+    else:
+        outputs = rows_times(rows, weight, counts, sizes, experts.is_transposed)
+    products = getattr(experts, ATTRIBUTE, {})
+    if name in products:
+        outputs = outputs + products[name](rows, counts, sizes)
+    return outputs if bias is None else _with_bias(outputs, bias, counts, sizes)
+
+
+def rows_times(
+    rows: Tensor, weight: Tensor, counts: Tensor, sizes: list[int] | None, transposed: bool = False
+) -> Tensor:
+    """Return rows in the type of products, multiplied by the matrix of their expert, `[n, out]`.
+
+    Args:
+        weight: the matrices `[experts, out, in]`, or `[experts, in, out]` if `transposed`; the grouped kernel needs
+            multiples of 8.
+        counts: the rows of each expert, int64.
+        sizes: see `sizes_of`.
+    """
+    if sizes is None:
+        matrix = weight.to(rows.dtype)
+        ends = counts.cumsum(0).to(torch.int32)
+        return F.grouped_mm(rows, matrix if transposed else matrix.transpose(1, 2), offs=ends)
+    return cast(Tensor, _EachExpert.apply(rows, weight, sizes, transposed))  # type: ignore[no-untyped-call]
+
+
+def _with_bias(rows: Tensor, bias: Tensor, counts: Tensor, sizes: list[int] | None) -> Tensor:
+    if sizes is None:
+        places = torch.repeat_interleave(counts, output_size=len(rows))
+        return rows + bias[places].to(rows.dtype)
+    return cast(Tensor, _EachBias.apply(rows, bias, sizes))  # type: ignore[no-untyped-call]
+
+
+def sizes_of(counts: Tensor, num_rows: int, is_grouped: bool) -> list[int] | None:
+    """Return the rows of each expert on the host; None: a grouped kernel reads them on the device, without a wait."""
+    if is_grouped:
+        return None
+    if isinstance(counts, FakeTensor) or counts.is_meta:  # without values, each expert gets the same share
+        return equal_shares(num_rows, len(counts))
+    sizes: list[int] = counts.tolist()
+    return sizes
+
+
+def _is_grouped(experts: Any, rows: Tensor) -> bool:
+    """Return whether torch has a grouped kernel for the device, type and sizes of products."""
+    if traits_of(rows.device).is_cpu or product_dtype(rows) != torch.bfloat16:
+        return False
+    is_aligned = all(size % _ALIGNED == 0 for size in experts.down_proj.shape[1:])
+    # A plan has the device's operations, and no device.
+    return is_aligned and (rows.device.type == "cpu" or torch.cuda.get_device_capability() >= _GROUPED_CAPABILITY)
+
+
+class _EachExpert(torch.autograd.Function):
+    """One product for each expert; an expert without rows has a gradient of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, sizes: list[int], transposed: bool) -> Tensor:
+        ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weight)
+        ctx.sizes, ctx.transposed = sizes, transposed
+        matrix = weight.to(rows.dtype)
+        output = rows.new_empty(len(rows), matrix.shape[2 if transposed else 1])
+        for part, own, out in zip(torch.split(rows, sizes), matrix, torch.split(output, sizes), strict=True):
+            if len(part):
+                torch.mm(part, own if transposed else own.t(), out=out)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight = ctx.saved_tensors
+        gradients = torch.split(gradient.contiguous(), ctx.sizes)
+        of_rows = of_weight = None
+        if ctx.needs_input_grad[0]:
+            matrix = weight.to(gradient.dtype)
+            of_rows = gradient.new_empty(len(gradient), matrix.shape[1 if ctx.transposed else 2])
+            for part, own, out in zip(gradients, matrix, torch.split(of_rows, ctx.sizes), strict=True):
+                if len(part):
+                    torch.mm(part, own.t() if ctx.transposed else own, out=out)
+        if ctx.needs_input_grad[1]:
+            of_weight = torch.zeros_like(weight, memory_format=torch.contiguous_format)
+            for own, part, out in zip(torch.split(rows, ctx.sizes), gradients, of_weight, strict=True):
+                if len(part):
+                    first, second = (own, part) if ctx.transposed else (part, own)
+                    # In fp16, a sum over rows could overflow; see `features/fp16`.
+                    is_narrow = gradient.dtype == NARROW
+                    out.copy_(product_in_fp32(first.t(), second) if is_narrow else first.t() @ second)
+        return of_rows, of_weight, None, None
+
+
+class _EachBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, bias: Tensor, sizes: list[int]) -> Tensor:
+        ctx.sizes, ctx.dtype = sizes, bias.dtype
+        parts = zip(torch.split(rows, sizes), bias.to(rows.dtype), strict=True)
+        return torch.cat([part + own for part, own in parts])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        sums = [at_least_fp32(part).sum(0) for part in torch.split(gradient, ctx.sizes)]
+        return gradient, torch.stack(sums).to(ctx.dtype), None
+
+
+def use_products(model: Any) -> None:
+    """Let the experts of a model compute by `experts_forward`."""
+    model.config._experts_implementation = EXPERT_PRODUCTS
+
+
+ALL_EXPERTS_FUNCTIONS.register(EXPERT_PRODUCTS, experts_forward)
