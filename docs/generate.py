@@ -261,7 +261,7 @@ def _family(family: ModelFamily, plan: TensorPlan) -> tuple[str, ...]:
     ]
     vocabulary = [*plan.embeddings, *plan.vocabulary_heads]
     cells = (
-        _names(columns + [f"{name.removeprefix(layers)} (heads)" for name in plan.head_embeddings]),
+        _names(columns + [f"{name.removeprefix(layers)} (heads)" for name in (*plan.head_embeddings, *plan.parts)]),
         _names(name.removeprefix(layers) for name in plan.rows),
         _names(vocabulary),
         _names([*plan.whole, *(f"{name.removeprefix(layers)} (partial gradients)" for name in plan.partial)]),

@@ -170,7 +170,7 @@ class ModelForward:
         rounded: RoundedWeights | None = None,
     ) -> None:
         self.mesh, self.plan = mesh, plan
-        self._model = built.model
+        self._model, self.models = built.model, [built.model]
         self._origins = [built.origin] if built.origin else []
         self._keys = built.dropout_keys
         self._compiled = [built.compiled] if built.compiled else []
@@ -233,6 +233,8 @@ class ModelForward:
             elif counts:
                 self._first_scores(batch)
             if self._task.rows_depend or counts:
+                if self.inner is not None:
+                    self.inner.counted()
                 self._seed_dropout()  # the second pass draws the same masks
             yield
 

@@ -29,6 +29,9 @@ class InnerLoss(Protocol):
     def begin(self, batch: RankBatch, scale: Tensor | None) -> bool:
         """Begin a step, and return whether a first pass of all microbatches, without gradients, must come before."""
 
+    def counted(self) -> None:
+        """Follow the end of a first pass, also of one that the losses of rows need."""
+
     def running(self, microbatch: Microbatch) -> AbstractContextManager[object]:
         """Return a context around the forward pass of a microbatch, but not around its recomputation."""
 

@@ -7,7 +7,7 @@ and not on microbatches. Gradients are summed, never averaged.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
@@ -39,6 +39,7 @@ from trainer.tasks.task import Task
 
 _ROWS = "microbatch_rows"  # sent with the inputs: the indices of the rows, which key dropout
 _HIDDEN = "microbatch_hidden"  # stays on the host: the positions of padding, so that full rows need no mask
+_COUNTED = "microbatch_counted"  # sent with the inputs: 1 for tokens and 0 for padding, also of rows that fill up
 _LABELS = "microbatch_labels"  # sent with the inputs, for the scores and for a head that works in chunks of tokens
 
 
@@ -106,7 +107,7 @@ class PipelinedForward(ModelForward):
         first = built[0]
         super().__init__(first, task, mesh, plan, rounded=rounded)
         assert plan.pipeline is not None
-        self._built = built
+        self._built, self.models = built, [stage.model for stage in built]
         self._origins = [stage.origin for stage in built if stage.origin]
         self._compiled = [stage.compiled for stage in built if stage.compiled]
         self._batch = plan.batch
@@ -168,17 +169,24 @@ class PipelinedForward(ModelForward):
     @torch.no_grad()
     def _joint_losses(self, batch: RankBatch) -> JointLosses | None:
         """Return the losses of the global batch on ranks with the last stage, after a pass without gradients."""
-        passes = passes_of(batch.microbatches, self._batch.num_passes, self._batch.microbatches_per_pass)
-        of_passes = [self._scores_of_pass(rows) for rows in passes]
-        parts = [(rows, scores) for rows, scores in zip(passes, of_passes, strict=True) if scores is not None]
         # No collective is left out: the data ranks of one stage all have scores, or all have none.
-        if not parts:
+        if not (scores := self._first_scores(batch)):
             return None
+        passes = self.passes(batch.microbatches)
         # The losses need labels and indices of rows, and no inputs.
-        real = [Microbatch({}, rows.labels[: rows.num_rows], rows.rows[: rows.num_rows]) for rows, _ in parts]
-        return joint_losses(
-            self._task, self.mesh, batch.num_rows, real, [scores[: rows.num_rows] for rows, scores in parts]
-        )
+        real = [Microbatch({}, rows.labels[: rows.num_rows], rows.rows[: rows.num_rows]) for rows in passes]
+        parts = [of_pass[: rows.num_rows] for rows, of_pass in zip(passes, scores, strict=True)]
+        return joint_losses(self._task, self.mesh, batch.num_rows, real, parts)
+
+    @torch.no_grad()
+    def _first_scores(self, batch: RankBatch) -> list[Tensor]:
+        """Return the scores of each pass; none on ranks without the last stage."""
+        scores = [self._scores_of_pass(rows) for rows in self.passes(batch.microbatches)]
+        return [of_pass for of_pass in scores if of_pass is not None]
+
+    def passes(self, microbatches: Sequence[Microbatch]) -> list[Pass]:
+        """Return the passes of a step; see `passes_of`."""
+        return passes_of(microbatches, self._batch.num_passes, self._batch.microbatches_per_pass)
 
     def _evaluated(self, microbatch: Microbatch, labelled: bool) -> tuple[Microbatch, Tensor | None]:
         """Return the scores of a microbatch on the rank of the last stage; None on other ranks and for a filler."""
@@ -196,8 +204,8 @@ class PipelinedForward(ModelForward):
         self, built: PlacedModel, part: StagePart, forward: Callable[..., Any], *received: Tensor, **inputs: Tensor
     ) -> Any:
         """Run one microbatch, as torch calls it; return the tensors for the next stage, or logits."""
-        # These three are no arguments of the model.
-        rows = inputs.pop(_ROWS)
+        # These four are no arguments of the model.
+        rows, counted = inputs.pop(_ROWS), inputs.pop(_COUNTED, None)
         labels, hidden = inputs.pop(_LABELS, None), inputs.pop(_HIDDEN, None)
         keys = built.dropout_keys
         # Rows travel with their microbatch: 1F1B runs forward passes of others before this one's recomputation.
@@ -206,7 +214,10 @@ class PipelinedForward(ModelForward):
         keyed = keys.use(key) if keys and built.model.training else nullcontext()
         labelled = built.head.use(labels) if built.head and labels is not None else nullcontext()
         known = padding_known(has_padding(hidden))
-        with self._watch if built.model.training else nullcontext(), keyed, labelled, known:
+        inner: AbstractContextManager[object] = nullcontext()
+        if self.inner is not None and counted is not None and built.model.training:
+            inner = self.inner.running(Microbatch({"attention_mask": counted}, rows, rows))
+        with self._watch if built.model.training else nullcontext(), keyed, labelled, known, inner:
             output = part.run(
                 forward,
                 # Layers between the products expect the type of one process; only the transport is in 16 bits.
@@ -220,6 +231,9 @@ class PipelinedForward(ModelForward):
 
     def _inputs(self, rows: Pass) -> dict[str, Tensor]:
         tensors = {**rows.inputs, _ROWS: rows.rows, _LABELS: rows.labels}
+        if self.inner is not None:
+            tensors[_COUNTED] = rows.inputs["attention_mask"].clone()
+            tensors[_COUNTED][rows.num_rows :] = 0
         inputs = {name: to_device(tensor, self.mesh.device) for name, tensor in tensors.items()}
         hidden = hidden_positions(rows.inputs)
         # Kept out of the copy to the device: the host reads it.
@@ -279,8 +293,7 @@ class PipelinedSchedule(Schedule):
     def _passes(self, microbatches: Sequence[Microbatch], denominator: Tensor, scale: Tensor | None) -> Tensor:
         # In fp32, the rounding of this sum would depend on the number of passes.
         total = torch.zeros((), device=denominator.device, dtype=torch.float64)
-        passes = passes_of(microbatches, self._batch.num_passes, self._batch.microbatches_per_pass)
-        for rows in passes:
+        for rows in self._forward.passes(microbatches):
             # Every rank runs every pass, with or without real rows, or its neighbours would wait for ever.
             total = total + self._forward.accumulate(rows, denominator, scale)
         return total

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from trainer.models.merged_weights import is_fused
 from trainer.parallel.tensor.kinds import MatrixProduct
 
 IS_WIDE = "is_wide_product"
@@ -31,7 +32,8 @@ def rounded_by_autocast(model: nn.Module) -> set[str]:
     users: dict[Tensor, set[type[nn.Module]]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            users.setdefault(parameter, set()).add(type(module))
+            is_of_experts = parameter.dim() == 3 and is_fused(module)  # a matrix for each of them
+            users.setdefault(parameter, set()).add(MatrixProduct if is_of_experts else type(module))
     return {name for name, parameter in model.named_parameters() if all(map(is_product, users[parameter]))}
 
 

@@ -159,14 +159,14 @@ def split_model(model: nn.Module, groups: RowGroups, sequence: bool = False) -> 
     tied = tied_names(model)
     stacks = _stacks(model, groups, sequence)
     if tensor == 1 and context > 1:  # matrices of layers stay whole
-        plan = replace(plan, columns={}, rows=(), shared_inputs=(), divided={}, split_dropouts=(), partial=())
+        plan = replace(plan, columns={}, rows=(), shared_inputs=(), divided={}, split_dropouts=(), partial=(), parts={})
     cutting = _Cutting(model, plan, groups, stacks)
     placements = cutting.replace_matrices()
     cutting.sum_input_gradients()
     cutting.divide_attributes()
     cutting.cut_dropouts()
     cutting.cut_attention()
-    placements |= cutting.partial_placements()
+    placements |= cutting.partial_placements() | cutting.cut_parts()
     stacks.cut_ends()
     if buffers := [name for name in plan.vocabulary_buffers if model._buffers.get(name) is not None]:
         run_within(model, lambda model: _own_columns(model, buffers, groups.vocabulary))
@@ -290,6 +290,16 @@ class _Cutting:
                     )
         return placements
 
+    def cut_parts(self) -> Placements:
+        """Cut the modules that have a function for it, and return the placements of their parts."""
+        placements: Placements = {}
+        for pattern, cut in self._plan.parts.items():
+            for place in self._matching([pattern]):
+                axes = self._context_axes(place)
+                for name, part in cut(place.module, f"{place.name}.", self._groups.tensor).items():
+                    placements[name] = replace(part, partial_over=(*part.partial_over, *axes))
+        return placements
+
     def _context_axes(self, place: _Place) -> list[str]:
         """Return the context axis if a module works on this rank's positions, so that its gradients are partial."""
         return [CONTEXT_AXIS] if self._stacks.layer_cut_of(place.name) else []
@@ -346,7 +356,7 @@ def _require_modules(model: Any, plan: TensorPlan, places: list[_Place]) -> None
         kept = tuple(pattern for pattern in plan.split_dropouts if pattern.rpartition(".")[2] not in called)
         plan = replace(plan, split_dropouts=kept)
     for pattern in (
-        *plan.columns, *plan.rows, *plan.shared_inputs, *plan.attention, *plan.divided, *plan.partial,
+        *plan.columns, *plan.rows, *plan.shared_inputs, *plan.attention, *plan.divided, *plan.partial, *plan.parts,
         *plan.split_dropouts, *plan.head_dropouts,
     ):  # fmt: skip
         if not any(matches(pattern, place.relative) for place in places):

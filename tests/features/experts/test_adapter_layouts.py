@@ -48,6 +48,7 @@ CASES = {
     "qwen2_moe": model_of("qwen2_moe", adapter={**ADAPTER, "targets": "all-linear"}),
     "nf4": model_of("mixtral", quantization="nf4"),
     "int8": model_of("mixtral", quantization="int8"),
+    "deepseek_v3": model_of("deepseek_v3", adapter={**ADAPTER, "targets": "all-linear"}),
     "gpt_oss": model_of("gpt_oss", adapter={**ADAPTER, "target_parameters": ["experts.down_proj"]}),
 }
 
@@ -101,6 +102,7 @@ PAIRS = [
     ),
     *(pytest.param("gpt_oss", layout, marks=pytest.mark.nightly) for layout in ("fsdp-accumulated", "pipeline")),
     pytest.param("qwen2_moe", "fsdp-tensor-pipeline", marks=pytest.mark.slow),
+    pytest.param("deepseek_v3", "tensor-accumulated", marks=pytest.mark.nightly),
 ]
 
 

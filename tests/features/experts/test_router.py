@@ -140,6 +140,8 @@ _FURTHER: list[tuple[int, dict[str, Any]]] = [
     (3, {"parallel": {"strategy": "fsdp", "expert": 3}, "training": {"micro_batch_size": 2}}),
     (4, {"parallel": {"strategy": "fsdp", "expert": 2}, "training": {"micro_batch_size": 2}}),
     (2, {"parallel": {"strategy": "ddp", "tensor": 2}, "training": {"micro_batch_size": 5}}),
+    (2, {"parallel": {"strategy": "ddp", "pipeline": {"stages": 2}}, "training": {"micro_batch_size": 3}}),
+    (2, {"parallel": {"strategy": "ddp", "context": 2}, "training": {"micro_batch_size": 5}}),
 ]
 
 
@@ -149,6 +151,32 @@ _FURTHER: list[tuple[int, dict[str, Any]]] = [
 def test_ranks_equal_one_process(ranks: Any, size: int, sections: dict[str, Any]) -> None:
     whole = trained(recipe_of("mixtral", LOSSES))
     for found in ranks(size).run(of_ranks, "mixtral", LOSSES, sections):
+        assert_equal(found, whole)
+
+
+def staged(schedule: str, **parallel: Any) -> dict[str, Any]:
+    return {"parallel": {"strategy": "ddp", **parallel, "pipeline": {"stages": 2, "schedule": schedule}}}
+
+
+_STAGED: list[tuple[int, str, dict[str, Any]]] = [
+    (2, "mixtral", {**staged("gpipe"), "activation_checkpointing": "full"}),
+    (2, "mixtral", {**staged("interleaved_1f1b"), "training": {"micro_batch_size": 2}}),
+    (2, "mixtral", {**staged("zero_bubble"), "training": {"micro_batch_size": 3}}),
+    (4, "mixtral", {**staged("1f1b", strategy="fsdp", expert=2), "training": {"micro_batch_size": 2}}),
+    (4, "mixtral", {**staged("1f1b", context=2), "training": {"micro_batch_size": 2}}),
+    (4, "mixtral", {"parallel": {"strategy": "ddp", "expert": 2, "context": 2}, "data": {"padding_free": True}}),
+    (4, "deepseek_v3", {**staged("1f1b"), "training": {"micro_batch_size": 1}}),
+]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("size", "kind", "sections"), _STAGED)
+def test_stages_equal_one_process(ranks: Any, size: int, kind: str, sections: dict[str, Any]) -> None:
+    """Four layers, so that a rank has several stages; the first stage of DeepSeek has a layer without experts."""
+    keys = LOSSES if kind == "mixtral" else {**_BALANCED, **LOSSES}
+    model = {"config": {"model_type": kind, **MODELS[kind], "num_hidden_layers": 4}}
+    whole = trained(recipe_of(kind, keys, model=model))
+    for found in ranks(size).run(of_ranks, kind, keys, {**sections, "model": model}):
         assert_equal(found, whole)
 
 

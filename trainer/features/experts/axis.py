@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer.base.errors import UsageError
+from trainer.features.experts.blocks import overlap_shared
 from trainer.features.experts.products import EXPERT_GROUP, EXPERT_PRODUCTS
-from trainer.models.names import replace_in
+from trainer.models.names import owner_of, replace_in
 from trainer.parallel.groups import group_size, index_in_group
 from trainer.parallel.placement import EXPERT_AXIS, REPLICAS_AXIS, ParameterPlacement, Placements, Split
 from trainer.parallel.shards.slices import part_of
@@ -26,6 +27,7 @@ def divide_experts(model: Any, group: dist.ProcessGroup, placements: Placements)
     split, divided = Split(0, EXPERT_AXIS), {}
     for path, experts in experts_of(model):
         setattr(experts, EXPERT_GROUP, group)
+        overlap_shared(model.get_submodule(owner_of(path)), model.config.model_type)
         for name, parameter in [*experts.named_parameters(path)]:  # also those of adapters
             if parameter.shape[0] == experts.num_experts:
                 part = part_of(parameter.detach(), split, index_in_group(group), group_size(group))

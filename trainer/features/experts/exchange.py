@@ -8,11 +8,14 @@ dropped, and nothing is padded.
 |-----------|---------------------|-----------------------|------------------------------------|
 | `to_rank` | y_r = cat_s x_s[r]  | dx_r = cat_s dy_s[r]  | work of experts, or sums of tokens |
 
-The way back is the same function with the sizes exchanged.
+The way back is the same function with the sizes exchanged. Other work may run beside a message: `to_rank` begins it,
+calls a function and waits. Autograd calls the backward passes in the reverse order, so dy_r travels beside the backward
+pass of that work.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -53,30 +56,79 @@ def equal_shares(num_rows: int, count: int) -> list[int]:
     return [share + (number < rest) for number in range(count)]
 
 
-def to_rank(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+def nothing() -> None:
+    """Do nothing beside a message."""
+
+
+def to_rank(
+    x: Tensor,
+    sent: list[int],
+    received: list[int],
+    group: dist.ProcessGroup,
+    beside: Callable[[], object] = nothing,
+) -> Tensor:
     """Return the rows of all ranks for this rank `[sum of received, H]`.
 
     Args:
         x: the rows of this rank `[sum of sent, H]`, by the rank that they go to.
         sent: the number of rows for each rank of the group.
         received: the number of rows from each rank.
+        beside: is called while the rows are under way.
     """
-    return cast(Tensor, _ToRank.apply(x, sent, received, group))  # type: ignore[no-untyped-call]
+    message = _Message(sent, received, group)
+    rows = _Begun.apply(x, message)  # type: ignore[no-untyped-call]
+    beside()
+    return cast(Tensor, _Arrived.apply(rows, message))  # type: ignore[no-untyped-call]
 
 
-class _ToRank(torch.autograd.Function):
+class _Message:
+    """Rows under way, and then their gradients on the way back."""
+
+    def __init__(self, sent: list[int], received: list[int], group: dist.ProcessGroup) -> None:
+        self._sizes, self._group = (sent, received), group
+        self._under_way: tuple[Any, Tensor, Tensor]
+
+    def begin(self, x: Tensor, is_back: bool) -> Tensor:
+        """Begin to send rows, or gradients back, and return the memory in which those of the other ranks arrive."""
+        sent, received = self._sizes[::-1] if is_back else self._sizes
+        x, output = x.contiguous(), x.new_empty((sum(received), *x.shape[1:]))
+        work = dist.all_to_all_single(output, x, received, sent, group=self._group, async_op=True)
+        self._under_way = work, x, output  # the memory of `x` is read until the rows are sent
+        return output
+
+    def arrived(self) -> Tensor:
+        """Return the rows that arrive; later work on the device waits for them, but the host does not."""
+        work, _, output = self._under_way
+        del self._under_way
+        work.wait()
+        return output
+
+
+class _Begun(torch.autograd.Function):
+    """Begin to send rows; the backward pass waits for their gradients."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _exchange(x, sent, received, group)
+    def forward(ctx: Any, x: Tensor, message: _Message) -> Tensor:
+        ctx.message = message
+        return message.begin(x, is_back=False)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _exchange(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.message.arrived(), None
 
 
-def _exchange(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    output = x.new_empty((sum(received), *x.shape[1:]))
-    dist.all_to_all_single(output, x.contiguous(), received, sent, group=group)
-    return output
+class _Arrived(torch.autograd.Function):
+    """Wait for rows; the backward pass begins to send their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, message: _Message) -> Tensor:
+        ctx.message = message
+        message.arrived()
+        return rows.view_as(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.message.begin(gradient, is_back=True)
+        return gradient, None  # `_Begun` has those that arrive

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from trainer.features.experts.products import use_products
-from trainer.models.families.family import LayerStack, ModelFamily, StagePlan, TensorPlan
+from trainer.features.experts.vectors import cut_norm, cut_vector
+from trainer.models.families.family import LayerStack, ModelFamily, PartCut, StagePlan, TensorPlan
 
 _LAYERS = "layers.*"
 _ATTENTION = f"{_LAYERS}.self_attn"
@@ -18,25 +22,30 @@ def _plan(
     *,
     shared: tuple[str, ...] = (),
     whole: tuple[str, ...] = (),
-    partial: tuple[str, ...] = (),
-    attention: bool = True,
+    in_part: tuple[str, ...] = (),
+    parts: Mapping[str, PartCut] = MappingProxyType({}),
+    context: bool = True,
 ) -> TensorPlan:
     """Return a plan with the given columns and rows of layers, in which experts and routers are whole.
 
     Args:
-        shared: modules that pass their input to several columns.
-        attention: whether the heads of attention are cut.
+        shared: modules beside attention that pass their input to several columns.
+        in_part: modules of attention that are `partial` in `TensorPlan`.
+        parts: see `TensorPlan`; by the ends of names from attention on.
+        context: whether layers may have this rank's positions only.
     """
     return TensorPlan(
         columns={f"{_LAYERS}.{columns}": 1},
         rows=(f"{_LAYERS}.{rows}",),
-        attention=(_ATTENTION,) if attention else (),
-        shared_inputs=(*((_ATTENTION,) if attention else ()), *(f"{_LAYERS}.{name}" for name in shared)),
+        attention=(_ATTENTION,),
+        shared_inputs=(_ATTENTION, *(f"{_LAYERS}.{name}" for name in shared)),
         embeddings=("embed_tokens",),
         vocabulary_heads=("lm_head",),
-        whole=("score", "qa_outputs", f"{_LAYERS}.mlp.gate", f"{_LAYERS}.mlp.experts", *whole),
-        partial=partial,
-        heads=("num_attention_heads", "num_key_value_heads") if attention else (),
+        whole=("score", "qa_outputs", f"{_LAYERS}.mlp.(gate|router|experts)", *whole),
+        partial=tuple(f"{_ATTENTION}.{name}" for name in in_part),
+        parts={f"{_ATTENTION}{name}": cut for name, cut in parts.items()},
+        heads=("num_attention_heads", "num_key_value_heads"),
+        context_parallel=context,
     )
 
 
@@ -76,20 +85,21 @@ QWEN2_MOE = _family(
 # Yang et al. 2025 (arXiv:2505.09388); all heads share its norms of queries and keys, which have the width of one head.
 QWEN3_MOE = _family(
     "qwen3_moe",
-    _plan(f"{_DENSE})", "(self_attn.o_proj|mlp.down_proj)", partial=(f"{_ATTENTION}.(q_norm|k_norm)",)),
+    _plan(f"{_DENSE})", "(self_attn.o_proj|mlp.down_proj)", in_part=("(q_norm|k_norm)",)),
 )
 # Muennighoff et al. 2024 (arXiv:2409.02060); its norms of queries and keys join all heads.
-OLMOE = _family("olmoe", None)
+OLMOE = _family("olmoe", _plan(_HEADS, "self_attn.o_proj", parts={".(q_norm|k_norm)": cut_norm}))
 # Agarwal et al. 2025 (arXiv:2508.10925); its attention has a sink for each head.
-GPT_OSS = _family("gpt_oss", None, padding_free=False)
-# DeepSeek-AI 2024 (arXiv:2405.04434, arXiv:2412.19437); heads share a part of their keys, so attention stays whole.
-_LATENT = (f"{_ATTENTION}.(q_proj|q_a_proj|q_b_proj|kv_a_proj_with_mqa|kv_b_proj|o_proj)",)
+_SINKS: Mapping[str, PartCut] = {"": partial(cut_vector, "sinks")}
+GPT_OSS = _family("gpt_oss", _plan(_HEADS, "self_attn.o_proj", parts=_SINKS, context=False), padding_free=False)
+# DeepSeek-AI 2024 (arXiv:2405.04434, arXiv:2412.19437). Each rank has all latent states, and uses them for its heads.
 _SHARED = _plan(
-    "mlp.(gate_proj|up_proj|shared_experts.gate_proj|shared_experts.up_proj)",
-    "mlp.(down_proj|shared_experts.down_proj)",
+    "(self_attn.(q_proj|q_b_proj|kv_b_proj)|mlp.(gate_proj|up_proj|shared_experts.gate_proj|shared_experts.up_proj))",
+    "(self_attn.o_proj|mlp.down_proj|mlp.shared_experts.down_proj)",
     shared=("mlp.shared_experts",),
-    attention=False,
-    whole=_LATENT,
+    context=False,  # keys are wider than values
+    # Also the products of adapters there.
+    in_part=("((q_a_proj|kv_a_proj_with_mqa)(|.lora|.lora.magnitude)|(q|kv)_a_layernorm)",),
 )
 DEEPSEEK_V2 = _family("deepseek_v2", _SHARED, padding_free=False)  # its rotations are complex numbers
 DEEPSEEK_V3 = _family("deepseek_v3", _SHARED)

@@ -19,7 +19,7 @@ from torch._subclasses import FakeTensor
 from torch.autograd.function import once_differentiable
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from trainer.features.experts.exchange import equal_shares, exchanged_counts, to_rank
+from trainer.features.experts.exchange import equal_shares, exchanged_counts, nothing, to_rank
 from trainer.features.experts.quantized import rows_times_stored
 from trainer.parallel.device_traits import traits_of
 from trainer.parallel.dtypes import NARROW, at_least_fp32, product_in_fp32
@@ -28,6 +28,8 @@ from trainer.parallel.tensor.kinds import ATTRIBUTE
 
 EXPERT_GROUP = "expert_group"
 """The attribute of a module of experts with the ranks that divide them."""
+BESIDE = "beside_message"
+"""The attribute of a module of experts with the function that it calls while tokens are under way."""
 EXPERT_PRODUCTS = "expert_products"
 """The name of `experts_forward` in transformers' table."""
 _GROUPED_CAPABILITY = (8, 0)
@@ -55,7 +57,7 @@ def _divided_products(experts: Any, rows: Tensor, counts: Tensor, group: dist.Pr
     """Return the outputs of all experts for the rows of this rank, which travel to the ranks with their experts."""
     of_ranks, sent, received = exchanged_counts(counts, len(rows), group)
     sizes = [sum(row) for row in sent], [sum(row) for row in received]
-    rows = to_rank(rows, *sizes, group)
+    rows = to_rank(rows, *sizes, group, getattr(experts, BESIDE, nothing))
     # They come by rank, then by expert; equal experts of all ranks are joined.
     owner = torch.arange(of_ranks.shape[1], device=rows.device).repeat(len(of_ranks))
     order = owner.repeat_interleave(of_ranks.flatten(), output_size=len(rows)).argsort(stable=True)
@@ -202,7 +204,9 @@ class _EachExpert(torch.autograd.Function):
                 if len(part):
                     torch.mm(part, own.t() if ctx.transposed else own, out=out)
         if ctx.needs_input_grad[1]:
-            of_weight = torch.zeros_like(weight, memory_format=torch.contiguous_format)
+            # A weight that ranks gathered in fp16 gets its gradient in fp32.
+            dtype = torch.float32 if weight.dtype == NARROW else weight.dtype
+            of_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
             for own, part, out in zip(torch.split(rows, ctx.sizes), gradients, of_weight, strict=True):
                 if len(part):
                     first, second = (own, part) if ctx.transposed else (part, own)

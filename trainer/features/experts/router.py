@@ -4,7 +4,7 @@ With E experts, N tokens of the global batch times layers, f_e the choices of ex
 probability, the load balancing loss is E * sum_e f_e P_e (Fedus et al. 2022, arXiv:2101.03961, equations 4 to 6, as
 transformers computes it for one batch). f has no gradient, so with f known, the gradient is a sum over tokens: that of
 E * sum_e f_e p_e / N for each of them. So f is counted over all ranks before the first backward pass: after the only
-microbatch of a step, or in a first pass of all microbatches without gradients.
+microbatch of a step, or in a first pass of all microbatches without gradients, which pipeline stages always need.
 
 The z loss is the mean of logsumexp(logits)^2 over tokens and layers (Zoph et al. 2022, arXiv:2202.08906, equation 5).
 
@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.base.errors import UsageError
@@ -29,6 +30,8 @@ from trainer.features.experts.balance import NORMALISED_SIGMOID, SOFTMAX, Load, 
 from trainer.models.place import PlacedModel
 from trainer.parallel.copying import begin_to_host
 from trainer.parallel.microbatch import Microbatch, RankBatch
+from trainer.parallel.pipeline.stand_ins import Absent
+from trainer.parallel.placement import CONTEXT_AXIS, PIPELINE_AXIS
 from trainer.recipe.registered import value_at
 from trainer.recipe.schema import Recipe
 
@@ -47,10 +50,18 @@ KEYS = _LOSS, _Z_LOSS, _BIAS_RATE = ("task.router_loss", "task.router_z_loss", "
 
 
 def routers_of(model: Any) -> list[nn.Module]:
-    """Return the routers of a model in order; their outputs are logits, weights and indices of the chosen experts."""
+    """Return the routers of a model in order; their outputs are logits, weights and indices of the chosen experts.
+
+    Those of other pipeline stages are on `meta`.
+    """
     recorded = getattr(type(model), "_can_record_outputs", None) or {}
     kind = getattr(recorded.get("router_logits"), "target_class", None)
-    return [] if kind is None else [module for module in model.modules() if isinstance(module, kind)]
+    return [] if kind is None else [module for module in _every_module(model) if isinstance(module, kind)]
+
+
+def _every_module(model: nn.Module) -> Iterator[nn.Module]:
+    for module in model.modules():
+        yield from module.original.modules() if isinstance(module, Absent) else (module,)
 
 
 def add_losses(built: PlacedModel, recipe: Recipe) -> None:
@@ -74,64 +85,89 @@ def add_losses(built: PlacedModel, recipe: Recipe) -> None:
             f"`{_BIAS_RATE}` needs routers with a bias for the choice of experts, as those of deepseek_v3, but a"
             f" {model.config.model_type} has none; use `{_LOSS}`"
         )
-    built.inner.append(partial(Routers, routers, scoring))
+    built.inner.append(partial(Routers, scoring))
 
 
 def watch_routers(built: PlacedModel, recipe: Recipe) -> None:
     """Let the routers of a model count the load of experts, unless a key does or the layout cannot."""
-    if built.inner or built.stage is not None or value_at(recipe, "parallel.context") not in (None, 1):
+    if built.inner:
         return
     # Compiled and captured passes run no counts of Python; other engines read no numbers.
     if recipe.compile or recipe.cuda_graphs is True or recipe.parallel.strategy not in ("ddp", "fsdp", "hsdp"):
         return
-    if routers := routers_of(built.model):
-        built.inner.append(partial(Routers, routers, SCORINGS[cast(Any, built.model).config.model_type]))
+    if routers_of(built.model):
+        built.inner.append(partial(Routers, SCORINGS[cast(Any, built.model).config.model_type]))
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """The forward pass of a microbatch; `mask` is 1 for its tokens and 0 for padding `[tokens]`; None: no padding."""
+    """The forward pass of a microbatch.
+
+    `mask` is 1 for its tokens and 0 for padding `[rows, positions]`; None: routers see no padding.
+    """
 
     routers: Routers
     mask: Tensor | None
     counts: bool  # whether its tokens count; those of a filler do not
+    contexts: tuple[int, int]  # the index of this rank among those that share the positions, and their number
+
+    def seen(self, number: int) -> Tensor | None:
+        """Return the mask of the positions that a router of this rank sees, `[number]`."""
+        if self.mask is None:
+            return None
+        index, count = self.contexts
+        own, others = divmod(number, len(self.mask))
+        assert not others, "a router sees as many positions of each row"
+        # Context ranks have equal parts of rows, with padding behind the last one.
+        padded = F.pad(self.mask, (0, own * count - self.mask.shape[1]))
+        return padded[:, own * index : own * (index + 1)].flatten()
 
 
 class Routers:
     """The routers of a model in training; see `InnerLoss`."""
 
-    def __init__(self, routers: list[nn.Module], scoring: Scoring, forward: ModelForward) -> None:
-        self._routers, self._scoring, self._mesh = routers, scoring, forward.mesh
-        self._num_experts: int = cast(Any, routers[0]).num_experts
+    def __init__(self, scoring: Scoring, forward: ModelForward) -> None:
+        self._scoring, self._forward, self._mesh = scoring, forward, forward.mesh
         recipe = forward.plan.recipe
         self._loss, self._z_loss, self._bias_rate = (value_at(recipe, key) for key in KEYS)
         self._num_ranks = getattr(forward.plan.layout, "ep", 1)
         self.adds = self._loss is not None or self._z_loss is not None
         self._sums: tuple[Tensor, ...] | None = None
-        self._pass = _Pass(self, None, False)
+        self._contexts = self._mesh.index(CONTEXT_AXIS), self._mesh.size(CONTEXT_AXIS)
+        self._pass = _Pass(self, None, False, self._contexts)
         self._is_open = False
-        for layer, router in enumerate(routers):
-            router.register_forward_hook(partial(self._observe, layer))
 
     def begin(self, batch: RankBatch, scale: Tensor | None) -> bool:
         self._num_tokens, self._scale = batch.num_tokens, 1.0 if scale is None else scale
-        # All layers joined, as in transformers.
-        self._number = max(1, batch.num_tokens) * len(self._routers)
-        self._left = len(batch.microbatches) if self._loss is not None else 0
-        self._weights: Tensor | None = None
         if self._sums is None:
-            self._allocate()
+            self._allocate(*self._watched())
+        # All layers joined, as in transformers.
+        self._number = max(1, batch.num_tokens) * len(self._counts)
+        # The backward pass of a pipeline begins before all stages have counted.
+        several = len(batch.microbatches) > 1 or self._mesh.size(PIPELINE_AXIS) > 1
+        self._counts_first = self._loss is not None and several
+        self._weights: Tensor | None = None
         self._clear()
-        return self._left > 1
+        return self._counts_first
 
-    def _allocate(self) -> None:
+    def _watched(self) -> tuple[int, int]:
+        """Follow the routers of this rank, and return the number of layers of the whole model and of experts."""
+        self._routers: dict[int, Any] = {}
+        for model in self._forward.models:
+            routers, here = routers_of(model), set(model.modules())
+            self._routers |= {layer: router for layer, router in enumerate(routers) if router in here}
+        for layer, router in self._routers.items():
+            router.register_forward_hook(partial(self._observe, layer))
+        return len(routers), cast(Any, routers[0]).num_experts
+
+    def _allocate(self, num_layers: int, num_experts: int) -> None:
         """Allocate the sums of a step once: a captured pass adds to the same memory in each replay."""
-        shape, device = (len(self._routers), self._num_experts), self._mesh.device
-        self._counts = torch.empty(shape, dtype=torch.int64, device=device)
+        device = self._mesh.device
+        self._counts = torch.empty((num_layers, num_experts), dtype=torch.int64, device=device)
         # In fp64, the order of microbatches does not matter.
-        self._probabilities = torch.empty(self._num_experts, dtype=torch.float64, device=device)
+        self._probabilities = torch.empty(num_experts, dtype=torch.float64, device=device)
         self._squares = torch.empty(1, dtype=torch.float64, device=device)
-        self._entropies = torch.empty(len(self._routers), dtype=torch.float64, device=device)
+        self._entropies = torch.empty(num_layers, dtype=torch.float64, device=device)
         self._sums = (self._counts, self._entropies, *((self._probabilities, self._squares) if self.adds else ()))
 
     def _clear(self) -> None:
@@ -140,22 +176,29 @@ class Routers:
 
     @contextmanager
     def running(self, microbatch: Microbatch) -> Iterator[None]:
-        mask = None if microbatch.flat is not None else microbatch.inputs.get("attention_mask")
-        self._pass = _Pass(self, None if mask is None else mask.flatten(), not microbatch.filler)
+        mask = microbatch.inputs.get("attention_mask")
+        if microbatch.flat is not None:
+            # Context ranks pad the joined rows.
+            places = microbatch.flat.rows
+            mask = None if self._contexts[1] == 1 else torch.ones_like(places)[None]
+        rows = None if mask is None else mask.flatten(0, -2)
+        self._pass = _Pass(self, rows, not microbatch.filler, self._contexts)
         self._is_open = True
         try:
             yield
         finally:
             self._is_open = False
-        self._left -= 1
-        if self._left == 0:
+        if self._loss is not None and self._weights is None and torch.is_grad_enabled():
             self._set_weights()
-            if not torch.is_grad_enabled():  # the passes with gradients count again
-                self._clear()
+
+    def counted(self) -> None:
+        if self._counts_first:
+            self._set_weights()
+        self._clear()  # the passes with gradients count again
 
     def _set_weights(self) -> None:
         """Set the weights of probabilities in the loss, `[experts]`, from the choices of the global batch."""
-        chosen = self._mesh.sum_(self._counts.sum(0), "dp")
+        chosen = self._mesh.sum_(self._of_model(self._counts.sum(0)), "dp")
         self._weights = (chosen.double() * (self._loss * len(chosen) / self._number**2)).float()
 
     def _observe(self, layer: int, router: nn.Module, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
@@ -171,12 +214,11 @@ class Routers:
 
     @torch.no_grad()
     def _count(self, layer: int, logits: Tensor, chosen: Tensor) -> None:
-        probabilities, mask = self._scoring.probabilities(logits), self._pass.mask
+        probabilities, mask = self._scoring.probabilities(logits), self._pass.seen(len(logits))
         ones = torch.ones_like(chosen) if mask is None else mask.to(chosen.dtype)[:, None].expand_as(chosen)
         self._counts[layer].scatter_add_(0, chosen.flatten(), ones.flatten())
         weights = None
         if mask is not None:
-            assert len(mask) == len(logits), "a router sees every position of the rows"
             weights = mask.to(probabilities.dtype)[:, None]
         entropies = torch.special.entr(probabilities)
         self._entropies[layer] += (entropies if weights is None else entropies * weights).sum(dtype=torch.float64)
@@ -199,7 +241,8 @@ class Routers:
         if self._z_loss is not None:
             gradient += z_gradient(logits) * (self._z_loss / self._number)
         gradient *= self._scale
-        return gradient if of.mask is None else gradient * of.mask.to(gradient.dtype)[:, None]
+        mask = of.seen(len(logits))
+        return gradient if mask is None else gradient * mask.to(gradient.dtype)[:, None]
 
     def finish(self, share: Tensor) -> tuple[Tensor, Callable[[], Mapping[str, float]]]:
         own = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
@@ -207,10 +250,16 @@ class Routers:
             own = own + self._weights.double() @ self._probabilities
         if self._z_loss is not None:
             own = own + self._squares[0] * (self._z_loss / self._number)
+        of_rank = torch.cat([own.view(1), *(sums.flatten().double() for sums in self._sums or ())])
+        own, whole = torch.tensor_split(self._of_model(of_rank), (1,))
         # On its way to the host before the numbers of the step, which its reader waits for.
-        whole = self._mesh.sum_(torch.cat([sums.flatten().double() for sums in self._sums or ()]), "dp")
+        whole = self._mesh.sum_(whole, "dp")
         self._whole_counts = whole[: self._counts.numel()].view_as(self._counts)
-        return share + own.to(share.dtype), partial(self._numbers, begin_to_host({"whole": whole}), self._num_tokens)
+        return share + own[0].to(share.dtype), partial(self._numbers, begin_to_host({"whole": whole}), self._num_tokens)
+
+    def _of_model(self, sums: Tensor) -> Tensor:
+        """Return sums over all layers and positions of the rows of this rank, in place."""
+        return self._mesh.sum_(self._mesh.sum_(sums, PIPELINE_AXIS), CONTEXT_AXIS)
 
     def _numbers(self, read: Callable[[], dict[str, Tensor]], num_tokens: int) -> dict[str, float]:
         sizes = [sums.numel() for sums in self._sums or ()]
@@ -221,8 +270,8 @@ class Routers:
         if self._bias_rate is None:
             return
         rate = (1.0 - flag) * self._bias_rate  # a bad step changes nothing
-        for router, counts in zip(self._routers, self._whole_counts, strict=True):
-            correct_(getattr(router, _BIAS), counts, rate)
+        for layer, router in self._routers.items():
+            correct_(getattr(router, _BIAS), self._whole_counts[layer], rate)
 
 
 class _WithLosses(torch.autograd.Function):

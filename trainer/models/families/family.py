@@ -7,7 +7,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+
+from trainer.parallel.groups import Group
+from trainer.parallel.placement import Placements
+
+PartCut = Callable[[nn.Module, str, Group], Placements]
+"""A function that leaves a module its part of its parameters, in place; it returns their placements after a prefix."""
 
 
 @dataclass(frozen=True)
@@ -17,8 +23,8 @@ class TensorPlan:
     Patterns are names of modules relative to the base model, or to the whole model for the heads around it. `*` matches
     one part of a name, and `(this|that)` matches either.
 
-    Every pattern of `columns`, `rows`, `shared_inputs`, `attention`, `divided`, `partial`, `split_dropouts` and
-    `head_dropouts` must match a module. Matches of the other patterns depend on the head.
+    Every pattern of `columns`, `rows`, `shared_inputs`, `attention`, `divided`, `partial`, `parts`, `split_dropouts`
+    and `head_dropouts` must match a module. Matches of the other patterns depend on the head.
     """
 
     columns: Mapping[str, int]  # sharded by outputs; the value counts fused blocks (3 for q, k and v in one)
@@ -34,6 +40,8 @@ class TensorPlan:
     whole: tuple[str, ...] = ()  # replicated: small, or without a matching column or row
     # Replicated, but applied to this rank's heads or features only; each rank has a partial gradient.
     partial: tuple[str, ...] = ()
+    # Cuts of further parameters.
+    parts: Mapping[str, PartCut] = field(default_factory=dict)
     heads: tuple[str, ...] = ("num_attention_heads",)  # configuration keys with values that the degree must divide
     # Attributes with a size that is divided by the number of tensor ranks.
     divided: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -40,16 +40,16 @@ class Absent(nn.Module):
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
-        self.__dict__["_original"] = original  # not a child module, so its parameters do not count as this stage's
+        self.__dict__["original"] = original  # not a child module, so its parameters do not count as this stage's
 
     def __getattr__(self, name: str) -> Any:
         # Called for names that are not found otherwise. A copy has no original yet, and would ask itself for ever.
-        if "_original" not in self.__dict__:
+        if "original" not in self.__dict__:
             raise AttributeError(name)
-        return getattr(self.__dict__["_original"], name)
+        return getattr(self.__dict__["original"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise AssertionError(f"a {type(self.__dict__['_original']).__name__} of another stage was called")
+        raise AssertionError(f"a {type(self.__dict__['original']).__name__} of another stage was called")
 
 
 class Passing(Absent):
