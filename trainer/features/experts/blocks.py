@@ -1,7 +1,7 @@
 """Blocks with shared experts, which compute these while tokens travel to the ranks with their experts.
 
-Only the order of the work differs from that of transformers. The gradients of a block's input are added in the order of
-transformers too, so that no digit changes.
+Only the order of the work differs from that of transformers. In DeepSeek no digit changes; in Qwen2-MoE, autograd adds
+the gradients of a block's input in another order.
 """
 
 from __future__ import annotations
@@ -44,10 +44,8 @@ def _deepseek(self: Any, hidden_states: Tensor) -> Tensor:
 def _qwen2(self: Any, hidden_states: Tensor) -> Tensor:
     shape = hidden_states.shape
     tokens = hidden_states.view(-1, shape[-1])
-    # Autograd adds the gradient of the earliest operation last: here that of the shared expert, as in transformers.
-    of_shared = tokens.view_as(tokens)
     _, weights, index = self.gate(tokens)
-    routed, shared = _beside(self.experts, lambda: self.shared_expert(of_shared), tokens, index, weights)
+    routed, shared = _beside(self.experts, lambda: self.shared_expert(tokens), tokens, index, weights)
     shared = F.sigmoid(cast(Tensor, self.shared_expert_gate(tokens))) * shared
     return (routed + shared).reshape(shape)
 
