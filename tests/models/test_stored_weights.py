@@ -13,7 +13,7 @@ from transformers import AutoConfig, BertForMaskedLM
 from tests.helpers.ranks import RankPools
 from tests.helpers.training import TINY_BERT, digests_of, tiny_recipe, tiny_training
 from trainer.base.errors import UsageError
-from trainer.models import stored_weights
+from trainer.models import shared_weights, stored_weights
 from trainer.parallel import node
 
 QUICK: list[dict[str, Any]] = [
@@ -68,7 +68,7 @@ def load(folder: str, parallel: dict[str, Any], failing: bool = False) -> Load:
         patch.setattr(node, "node_name", lambda: str(rank // 2))
         patch.setattr(node.NodeRanks, "_broadcast", sent)
         patch.setattr(stored_weights, "safe_open", opened)
-        patch.setattr(stored_weights, "_CHUNK_BYTES", 1000)
+        patch.setattr(shared_weights, "_CHUNK_BYTES", 1000)
         try:
             with tiny_training(recipe) as training:
                 found.digests = digests_of(training)

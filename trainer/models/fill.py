@@ -44,7 +44,7 @@ from trainer.models.hub_files import CannotLoadPartsError, is_adapter, one_line,
 from trainer.models.names import aliases, replace_in
 from trainer.models.place import ModelCut, Origin, PlacedModel, ShardChoice, place
 from trainer.models.registered_forms import form_of
-from trainer.models.stored_weights import CountedWeights, EnlargedWeights, FewerWeights, SharedWeights, StoredWeights
+from trainer.models.stored_weights import StoredWeights
 from trainer.parallel.placement import ParameterPlacement
 from trainer.parallel.stored_in_parts import weights_in_parts
 from trainer.recipe.schema import Model
@@ -175,11 +175,11 @@ def _made_with(model: nn.Module) -> str | None:
 def _fill_parts(described: ModelDescription, cut: ModelCut, node: NodeRanks | None) -> PlacedModel:
     """Build a model in parts that are bit for bit equal to a cut of the whole model."""
     files = [] if described.recipe.is_random else described.files()
-    stored = fitted(described, StoredWeights(files) if node is None else SharedWeights(files, node))
+    stored = fitted(described, _opened(files, node))
     seed = described.seed
     # The model's own rules may draw; the random numbers of the caller stay where they are.
     with torch.random.fork_rng(devices=[]):
-        parts, whole, sources = _empty_parts(described, cut, stored)
+        parts, whole, sources = empty_parts(described, cut, stored)
         _rebuild_buffers(parts.model)
         parts.read(stored, sources.renamed)
         parts.convert(stored, sources.converted, whole)
@@ -202,6 +202,14 @@ def _fill_parts(described: ModelDescription, cut: ModelCut, node: NodeRanks | No
     return replace(placed, notes=[*sources.notes, *checked, *placed.notes])
 
 
+def _opened(files: Sequence[str], node: NodeRanks | None) -> StoredWeights:
+    if node is None:
+        return StoredWeights(files)
+    from trainer.models.shared_weights import SharedWeights  # one rank on a node reads for itself
+
+    return SharedWeights(files, node)
+
+
 def _origin(parts: _Parts, whole: nn.Module, sources: _Sources, stored: StoredWeights, seed: int) -> Origin:
     """Return the source of filled parts, which are read into `parts.shards`; those that need a conversion are not."""
     drawn = set(sources.missing)
@@ -221,34 +229,6 @@ def _origin(parts: _Parts, whole: nn.Module, sources: _Sources, stored: StoredWe
 
     names = [name for name in (*sources.renamed, *drawn) if parts.holds(name)]
     return Origin(names, {name: stored.dtypes[key] for name, key in sources.renamed.items()}, read)
-
-
-def count_reads(described: ModelDescription, cut: ModelCut) -> Mapping[str, int]:
-    """Return the bytes of each file that a rank reads of a pretrained model, from the headers of the files.
-
-    If the model must be built whole, these are all bytes.
-
-    Raises:
-        UsageError: the files are missing, do not fit the model, or it cannot be cut.
-    """
-    require_safe_shards(described.recipe, described.config)
-    with described.explained():
-        try:
-            counted = CountedWeights(described.files())
-            stored = fitted(described, counted)
-        except CannotLoadPartsError as error:
-            raise described.not_described(error) from error
-        try:
-            parts, _, sources = _empty_parts(described, cut, stored)
-            parts.read(stored, sources.renamed)
-            keys = [key for keys in sources.converted for key in keys]
-        except CannotLoadPartsError:
-            # The try above counted some reads; a whole load reads all.
-            counted.num_bytes.clear()
-            keys = list(stored.shapes)
-        for key in keys:
-            stored.read(key)
-    return counted.num_bytes
 
 
 def check_weights(described: ModelDescription, compares_sizes: bool = True) -> list[str]:
@@ -284,7 +264,7 @@ class _Sources:
     notes: list[str] = field(default_factory=list)
 
 
-def _empty_parts(
+def empty_parts(
     described: ModelDescription, cut: ModelCut, stored: StoredWeights
 ) -> tuple[_Parts, nn.Module, _Sources]:
     """Return the placed model on `meta`, the whole model on `meta`, and where their tensors come from."""
@@ -338,6 +318,8 @@ def fitted(described: ModelDescription, stored: StoredWeights) -> StoredWeights:
     recipe = described.recipe
     if recipe.is_random or not (encoded or recipe.new_tokens or recipe.new_head):
         return stored
+    from trainer.models.changed_weights import EnlargedWeights, FewerWeights  # most models keep their shapes
+
     model = described.on_meta()
     renamed = renamed_keys(model, stored)[0]
     if recipe.new_head:

@@ -1,14 +1,10 @@
-"""Tensors of safetensors files, read in part: by each rank for itself, or by one rank for all ranks of its node."""
+"""Tensors of safetensors files, read in part."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -18,11 +14,7 @@ from trainer.parallel.groups import group_size, index_in_group
 from trainer.parallel.placement import ParameterPlacement
 from trainer.parallel.shards.slices import ranges_of_part
 
-if TYPE_CHECKING:
-    from trainer.parallel.node import NodeRanks
-
 _CHUNK_ELEMENTS = 1 << 22  # compared at once
-_CHUNK_BYTES = 1 << 23  # sent at once
 
 Index = tuple[slice, ...]
 
@@ -114,169 +106,6 @@ class StoredWeights:
             for index, target in targets:
                 # `copy_` casts to the type of the target, and the mapped pages are freed with the file.
                 target.copy_(opened.get_slice(key)[index] if index else opened.get_tensor(key))
-
-
-class ChangedWeights(StoredWeights):
-    """Stored tensors; some have other shapes than in their files."""
-
-    def __init__(self, stored: StoredWeights, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._stored, self._changed = stored, shapes
-        self.device, self.dtypes, self.shapes = stored.device, stored.dtypes, stored.shapes | dict(shapes)
-
-    def again(self) -> StoredWeights:
-        return type(self)(self._stored.again(), self._changed)
-
-    def wanted(self, needed: Sequence[bool]) -> Sequence[bool]:
-        return self._stored.wanted(needed)
-
-    def parts(self, key: str) -> dict[str, Tensor] | None:
-        return self._stored.parts(key)
-
-    def equal(self, key: str, other: str) -> bool:
-        return self.shapes[key] == self.shapes[other] and self._stored.equal(key, other)
-
-    def _copy(self, key: str, targets: Sequence[tuple[Index, Tensor]]) -> None:
-        self._stored._copy(key, targets)
-
-
-class FewerWeights(ChangedWeights):
-    """Stored tensors without some of them."""
-
-    def __init__(self, stored: StoredWeights, left_out: Collection[str]) -> None:
-        super().__init__(stored, {})
-        self._left_out = left_out
-        self.shapes = {key: shape for key, shape in self.shapes.items() if key not in left_out}
-
-    def again(self) -> StoredWeights:
-        return FewerWeights(self._stored.again(), self._left_out)
-
-
-class EnlargedWeights(ChangedWeights):
-    """Stored tensors with more rows than their files have; the mean of the stored rows is in each further one.
-
-    Every rank computes the same mean, from all rows.
-
-    Args:
-        shapes: the shapes of the larger ones, which differ from those of the files in one dimension.
-    """
-
-    def __init__(self, stored: StoredWeights, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        super().__init__(stored, shapes)
-        self._means: dict[str, Tensor] = {}
-
-    def _copy(self, key: str, targets: Sequence[tuple[Index, Tensor]]) -> None:
-        if key not in self._changed:
-            super()._copy(key, targets)
-            return
-        shape, before = self.shapes[key], self._stored.shapes[key]
-        dim = next(dim for dim, size in enumerate(shape) if size != before[dim])
-        # The mean needs all rows, which are read once for all slices of the tensor.
-        if key not in self._means:
-            self._means[key] = _mean(self._stored.read(key), dim)
-        stored: list[tuple[Index, Tensor]] = []
-        for index, target in targets:
-            slices = (*index, *[slice(None)] * (len(shape) - len(index)))
-            places = [slice(*part.indices(size)) for part, size in zip(slices, shape, strict=True)]
-            rows = places[dim]
-            # A slice may begin in stored rows and end in further ones, or lie wholly in either.
-            num_stored = max(0, min(rows.stop, before[dim]) - rows.start)
-            if num_stored:
-                places[dim] = slice(rows.start, rows.start + num_stored)
-                stored.append((tuple(places), target.narrow(dim, 0, num_stored)))
-            places[dim] = slice(None)
-            target.narrow(dim, num_stored, rows.stop - rows.start - num_stored).copy_(self._means[key][tuple(places)])
-        # Also without a slice: ranks of a node that share their reads must all call it.
-        super()._copy(key, stored)
-
-
-def _mean(tensor: Tensor, dim: int) -> Tensor:
-    """Return the mean over a dimension, which is kept; its bits do not depend on the number of threads."""
-    if tensor.is_meta:
-        return tensor.narrow(dim, 0, 1)
-    # In numpy, because the order of torch's sum depends on the number of threads.
-    return torch.from_numpy(tensor.numpy().mean(axis=dim, dtype=np.float64, keepdims=True)).float()
-
-
-class SharedWeights(StoredWeights):
-    """Stored tensors that one rank of each node reads and sends to the others, in chunks of rows.
-
-    Each byte is read once for a node, and sent in the type of the file. A rank holds a chunk beside its part. All ranks
-    of the node must make the same calls, with the same keys.
-
-    Raises:
-        OSError, SafetensorError: a file is damaged; on every rank of the node.
-    """
-
-    def __init__(self, files: Sequence[str | Path], node: NodeRanks) -> None:
-        self._node = node
-        self._paths = files
-        self._opened: StoredWeights | None = None  # of the reader
-
-        # Only the reader of the node runs it; the others get shapes and names of types.
-        def open_files() -> dict[str, tuple[tuple[int, ...], str]]:
-            self._opened = opened = StoredWeights(files)
-            return {
-                key: (shape, str(opened.dtypes[key]).removeprefix("torch.")) for key, shape in opened.shapes.items()
-            }
-
-        described = node.read(open_files)
-        self.shapes = {key: tuple(shape) for key, (shape, _) in described.items()}
-        # Messages between ranks cannot hold types of torch, so these travel by name.
-        self.dtypes = {key: getattr(torch, name) for key, (_, name) in described.items()}
-
-    def again(self) -> StoredWeights:
-        # A later read is of this rank alone: the others of the node may not need the same tensor.
-        return StoredWeights(self._paths)
-
-    def wanted(self, needed: Sequence[bool]) -> Sequence[bool]:
-        return self._node.any_of(needed)
-
-    def equal(self, key: str, other: str) -> bool:
-        same: bool = self._node.read(lambda: self._reader.equal(key, other))
-        return same
-
-    @property
-    def _reader(self) -> StoredWeights:
-        assert self._opened is not None, "another rank reads"
-        return self._opened
-
-    def _copy(self, key: str, targets: Sequence[tuple[Index, Tensor]]) -> None:
-        num_rows = self.shapes[key][0] if self.shapes[key] else 1
-        for start, chunk in self._chunks(key):
-            for index, target in targets:
-                part, *columns = index or (slice(0, num_rows),)
-                # The rows that both the chunk and the target have; perhaps none.
-                first, last = max(part.start, start), min(part.stop, start + len(chunk))
-                if first < last:
-                    own_rows = (slice(first - start, last - start), *columns)
-                    # `_chunks` yields a scalar as one row, so a scalar target needs that dimension too.
-                    rows = target if target.dim() else target.view(1)
-                    rows[first - part.start : last - part.start] = chunk[own_rows]
-
-    def _chunks(self, key: str) -> Iterator[tuple[int, Tensor]]:
-        """Yield the rows of a tensor in chunks, each with the index of its first row; a scalar is one row."""
-        num_rows, *columns = self.shapes[key] or (1,)
-        dtype = self.dtypes[key]
-        # From shape and type alone, so that all ranks of the node agree on the chunks.
-        step = max(1, _CHUNK_BYTES // max(1, torch.Size(columns).numel() * dtype.itemsize))
-        for start in range(0, num_rows, step):
-            stop = min(num_rows, start + step)
-            read = partial(lambda *rows: self._reader.rows(key, *rows), start, stop)  # another rank has no reader
-            yield start, self._node.read_tensor(read, (stop - start, *columns), dtype)
-
-
-class CountedWeights(StoredWeights):
-    """Stored tensors that are returned on `meta`; the bytes of each file that would be read are counted."""
-
-    device = "meta"
-
-    def __init__(self, files: Sequence[str | Path]) -> None:
-        super().__init__(files)
-        self.num_bytes: Counter[str] = Counter()
-
-    def _copy(self, key: str, targets: Sequence[tuple[Index, Tensor]]) -> None:
-        for _, target in targets:
-            self.num_bytes[Path(self._files[key]).name] += target.numel() * self.dtypes[key].itemsize
 
 
 def _slices_of_part(

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from trainer.base.errors import UsageError
 from trainer.features.quantization.linear import FORMATS
-from trainer.models.stored_weights import ChangedWeights, Index, StoredWeights
+from trainer.models.changed_weights import ChangedWeights
+from trainer.models.stored_weights import Index, StoredWeights
 from trainer.parallel.stored_in_parts import CODES
 
 _STATE = ".quant_state.bitsandbytes__nf4"

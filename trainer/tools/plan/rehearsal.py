@@ -13,7 +13,6 @@ from trainer.checkpoint.format import WrittenFile, share_name
 from trainer.data.order import GlobalOrder
 from trainer.data.rank_rows import partition
 from trainer.engine.precision import weights_dtype
-from trainer.models.fill import count_reads
 from trainer.models.place import ModelCut, place_empty, planned_cuts
 from trainer.models.save import files_of_weights, writer_of
 from trainer.parallel.mesh import AXES, ParallelMesh
@@ -22,6 +21,7 @@ from trainer.ranks.messages import encode
 from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.reading.loading import ResolvedRecipe
 from trainer.recipe.registered import asked_for
+from trainer.tools.plan.counted_reads import count_reads
 from trainer.tools.plan.hardware import Devices
 from trainer.tools.plan.pipeline_plan import plan_rank
 from trainer.tools.plan.recipe_plan import HOST_RESERVED, RecipePlan, rank_as_object, tokens_of
