@@ -130,8 +130,8 @@ def flatten_layers(model: Any) -> None:
     form = FORMS.get(model.config._attn_implementation)
     model.config._attn_implementation = form.flat if form else FLAT_ATTENTION
     layers = list(layers_of(model).values())
+    _join_rotations(model)
     for layer in layers:
-        layer.register_forward_pre_hook(_join_rotations, with_kwargs=True)
         for module in layer.modules():
             if isinstance(module, KeyedDropout):
                 # A site of flat rows finds row and position of each token, so masks equal those of padded rows.
@@ -147,9 +147,20 @@ def _join_input(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     return (flat.join(args[0]), *args[1:]) if flat else args, kwargs
 
 
-def _join_rotations(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    flat: FlatRows | None = kwargs.get(FLAT)
-    return args, change_rotations(kwargs, flat.join) if flat else kwargs
+def _join_rotations(model: nn.Module) -> None:
+    """Join cosines and sines where they are computed, once for all layers that share them."""
+    current: list[FlatRows | None] = [None]
+
+    def begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        current[0] = kwargs.get(FLAT)
+
+    def join(rotary: nn.Module, args: tuple[Any, ...], rotations: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        return tuple(map(current[0].join, rotations)) if current[0] else rotations
+
+    model.register_forward_pre_hook(begin, with_kwargs=True)
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] == "rotary_emb":
+            module.register_forward_hook(join)
 
 
 def _pad_output(layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Tensor) -> Tensor:

@@ -130,8 +130,8 @@ class FlatRows:
 
     def join(self, x: Tensor) -> Tensor:
         """Return the tokens `[1, tokens, ...]` of `x` `[batch, positions, ...]`; a batch of 1 stands for all rows."""
-        x = x.expand(self.shape[0], *x.shape[1:])
-        return x.flatten(0, 1).index_select(0, self.places).unsqueeze(0)
+        places = self.places if len(x) == self.shape[0] else self.positions
+        return x.flatten(0, 1).index_select(0, places).unsqueeze(0)
 
     def pad(self, x: Tensor) -> Tensor:
         """Return the padded rows `[batch, positions, ...]` of `x` `[1, tokens, ...]`, with zeros as padding."""

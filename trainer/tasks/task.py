@@ -360,6 +360,11 @@ class Task(VocabularyLoss, Scores, Answers, Generates, Classes):
         """Return a new packer, which turns the documents that `encode` returns into rows; None: they are the rows."""
         return None
 
+    @property
+    def labelled_share(self) -> float:
+        """The expected share of labels that are not ignored, for plans."""
+        return 1.0
+
     def empty_batch(self, shape: tuple[int, ...]) -> tuple[dict[str, Tensor], Tensor]:
         """Return the inputs beside those of the tokenizer, and the labels, of a microbatch without data, for plans.
 

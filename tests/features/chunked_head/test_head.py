@@ -101,3 +101,26 @@ def test_models_that_change_their_logits_keep_them_whole(model: dict[str, Any], 
     auto, whole = built("causal_lm", "auto", model), built("causal_lm", None, model)
     batch = next(iter(whole.loader))
     assert auto.engine.train_step(batch).loss == whole.engine.train_step(batch).loss
+
+
+@pytest.mark.parametrize("model_type", ["bert", pytest.param("modernbert", marks=pytest.mark.nightly)])
+def test_the_transform_of_a_masked_model_gets_labelled_tokens_only(model_type: str):
+    tiny = TINY_TASKS["masked_lm"]
+    model = {**tiny.model, "config": {**tiny.model["config"], "model_type": model_type}}
+    keys = {"optimizer": {"name": "sgd", "learning_rate": 1.0}, "training": {"max_steps": 1, "global_batch_size": 32}}
+    seen: dict[str, int] = {}
+    updated = []
+    for name, chunk in {"whole": None, "labelled": "auto"}.items():
+        training = built("masked_lm", chunk, model, **keys)
+        first = training.model.get_submodule({"bert": "cls.predictions.transform", "modernbert": "head"}[model_type])
+        first.dense.register_forward_pre_hook(
+            lambda _, args, name=name: seen.update({name: args[0].flatten(0, -2).shape[0]})
+        )
+        batch = next(iter(training.loader))
+        training.engine.train_step(batch)
+        updated.append({name: tensor.detach().clone() for name, tensor in training.model.named_parameters()})
+    num_labels = int((batch.microbatches[0].labels != IGNORED_LABEL).sum())
+    assert seen["whole"] == batch.microbatches[0].labels.numel() > 64
+    assert seen["labelled"] == -(-num_labels // 64) * 64 < seen["whole"]
+    for name, tensor in updated[0].items():
+        torch.testing.assert_close(updated[1][name], tensor, rtol=1e-5, atol=1e-6, msg=name)

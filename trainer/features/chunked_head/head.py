@@ -37,6 +37,11 @@ _CHUNK_BYTES = 2**30  # at least some thousand tokens, because each chunk reads 
 _FROZEN_BYTES = 2**28
 _EVALUATED_ELEMENTS = 2**24  # 64 MiB in fp32
 _TOKENS = 64  # numbers of labelled tokens are rounded up, so that shapes recur
+_FIRST = {
+    "bert": "cls.predictions.transform", "roberta": "lm_head", "xlm-roberta": "lm_head", "modernbert": "head",
+    "distilbert": "vocab_transform", "electra": "generator_predictions",
+}  # fmt: skip
+"""The first module between the hidden states of a masked language model and its logits, by model type."""
 
 
 class Way(NamedTuple):
@@ -77,15 +82,22 @@ class ChunkedHead:
         head: the linear layer from hidden states to logits; its `forward` is replaced.
         cut: how the vocabulary is sharded over tensor ranks; None: it is not.
         scores: computes the scores of tokens from logits `[..., vocabulary]` and labels `[...]`, without gradients.
+        first: a module before the head that is called with all hidden states, and from which on each token is computed
+            by itself; None: there is none. It then gets the labelled tokens only.
     """
 
-    def __init__(self, head: nn.Module, way: Way, cut: VocabularyCut | None, scores: TokenScores) -> None:
+    def __init__(
+        self, head: nn.Module, way: Way, cut: VocabularyCut | None, scores: TokenScores, first: nn.Module | None = None
+    ) -> None:
         self._head: Any = head
         self._way = way
         self._cut = cut
         self._scores = scores
         self._labels: Tensor | None = None
         self._num_labels: int | None = None
+        self._labelled: Tensor | None = None  # the places of labelled tokens, which the first module has selected
+        if first is not None:
+            first.register_forward_pre_hook(self._select)
         # Of the object: the module, its weight and its hooks stay.
         head.forward = self._run
 
@@ -102,7 +114,7 @@ class ChunkedHead:
         try:
             yield
         finally:
-            self._labels = self._num_labels = None
+            self._labels = self._num_labels = self._labelled = None
 
     def _logits(self, hidden: Tensor) -> Tensor:
         # By the class, because the object's `forward` is `_run`.
@@ -117,18 +129,31 @@ class ChunkedHead:
         # Outside of `use`, such as in generation, the head is an ordinary one.
         if self._labels is None:
             return self._logits(hidden)
-        tokens, labels = hidden.flatten(0, -2), self._labels.flatten()
-        # The host must know the number: a read of it from the device would make it wait.
-        size = len(labels) if self._num_labels is None else max(1, -(-self._num_labels // _TOKENS)) * _TOKENS
-        if size >= len(labels):
+        tokens, labels, labelled = hidden.flatten(0, -2), self._labels.flatten(), self._labelled
+        if labelled is None and (labelled := self._places(labels)) is not None:
+            tokens = tokens.index_select(0, labelled)
+        if labelled is None:
             scores = self._scores_of(tokens, labels)
         else:
-            # A sort has an output of known size, unlike `nonzero`, for which the host would wait.
-            labelled = torch.argsort(labels == IGNORED_LABEL, stable=True)[:size]  # those with labels come first
-            own = self._scores_of(tokens.index_select(0, labelled), labels.index_select(0, labelled))
+            own = self._scores_of(tokens, labels.index_select(0, labelled))
             # Tokens without labels have a loss of 0.
             scores = own.new_zeros(len(labels), own.shape[-1]).index_copy(0, labelled, own)
         return scores.view(*self._labels.shape, -1)
+
+    def _select(self, first: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        self._labelled = None if self._labels is None else self._places(self._labels.flatten())
+        if self._labelled is None:
+            return None
+        return args[0].flatten(0, -2).index_select(0, self._labelled).unsqueeze(0), *args[1:]
+
+    def _places(self, labels: Tensor) -> Tensor | None:
+        """Return the places of labelled tokens, and of some others; None: all tokens are scored."""
+        # The host must know the number: a read of it from the device would make it wait.
+        size = len(labels) if self._num_labels is None else max(1, -(-self._num_labels // _TOKENS)) * _TOKENS
+        if size >= len(labels):
+            return None
+        # A sort has an output of known size, unlike `nonzero`, for which the host would wait.
+        return torch.argsort(labels == IGNORED_LABEL, stable=True)[:size]  # those with labels come first
 
     def _scores_of(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Return the scores `[tokens, 1 or 2]` for hidden states `[tokens, hidden]` and labels `[tokens]`."""
@@ -183,7 +208,19 @@ class ChunkedHeads:
     def attach(self, model: Any, cut: VocabularyCut | None, task: Task) -> ChunkedHead | None:
         """Compute the losses of a language model in its head; return None for a pipeline stage without the head."""
         head = model.get_output_embeddings()
-        return None if isinstance(head, Absent) else ChunkedHead(head, self._way, cut, task.token_scores)
+        if isinstance(head, Absent):
+            return None
+        return ChunkedHead(head, self._way, cut, task.token_scores, _first_of(model, task))
+
+
+def _first_of(model: Any, task: Task) -> nn.Module | None:
+    name = _FIRST.get(model.config.model_type)
+    if name is None or task.auto_class_name != "AutoModelForMaskedLM":
+        return None
+    first: nn.Module = model.get_submodule(name)
+    # The masks of a dropout, such as that of an adapter, depend on the places of tokens.
+    drops = any("dropout" in type(module).__name__.lower() for module in first.modules())
+    return None if drops else first
 
 
 def _chosen(task: Task, plan: RunPlan) -> Tokens | None:

@@ -54,6 +54,10 @@ class MaskedLMTask(TokenLabels):
         return _MaskedTokens()
 
     @property
+    def labelled_share(self) -> float:
+        return self.mask_probability
+
+    @property
     def columns(self) -> tuple[str, ...]:
         return (*self.text_columns, *self.beside)
 

@@ -21,6 +21,7 @@ from trainer.tools.plan.hardware import Devices
 from trainer.tools.plan.ledger import Traffic
 from trainer.tools.plan.pipeline_plan import plan_steps
 from trainer.tools.plan.shapes import shape_notes, shaped
+from trainer.tools.plan.simulated_step import FP32_BYTES
 from trainer.tools.plan.step_plan import StepPlan
 from trainer.tools.plan.timing import StepTime, link_of, step_time
 from trainer.tools.plan.work import plus
@@ -46,6 +47,11 @@ class RecipePlan:
     def heaviest(self) -> StepPlan:
         """The plan of the rank that needs the most memory."""
         return max(self.steps, key=lambda step: step.peak.num_bytes)
+
+    @property
+    def num_parameters(self) -> int:
+        """The number of parameters of the exported model."""
+        return sum(step.saved for step in self.steps) // FP32_BYTES
 
     @property
     def needed(self) -> int:
@@ -306,9 +312,13 @@ def bytes_by_link(made: RecipePlan, step: StepPlan) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class TrainingCost:
-    """The steps of a training, its likely hours, those of all GPUs, and their price if that of an hour is known."""
+    """The steps of a training, its likely hours, those of all GPUs, and their price if that of an hour is known.
+
+    `tokens` are those of all steps, at the planned length of a text; None: the rows are no texts.
+    """
 
     steps: int
+    tokens: int | None
     hours: float
     gpu_hours: float
     price: float | None
@@ -330,7 +340,9 @@ def cost_of(made: RecipePlan, rows: int | None, price_of_hour: float | None) -> 
         raise UsageError(f"`--price-per-gpu-hour` is {price_of_hour:g}, but the hours are unknown; {fix}")
     hours = steps * made.time.likely / 3600
     gpu_hours = hours * made.plan.layout.world_size
-    return TrainingCost(steps, hours, gpu_hours, None if price_of_hour is None else gpu_hours * price_of_hour)
+    of_texts = made.plan.recipe.task.other_inputs is None
+    tokens = steps * made.plan.batch.global_batch_size * made.length if of_texts else None
+    return TrainingCost(steps, tokens, hours, gpu_hours, None if price_of_hour is None else gpu_hours * price_of_hour)
 
 
 def as_object(made: RecipePlan, changes: Sequence[Choice]) -> Mapping[str, Any]:
@@ -338,6 +350,7 @@ def as_object(made: RecipePlan, changes: Sequence[Choice]) -> Mapping[str, Any]:
     return {
         "layout": str(made.plan.layout),
         "notes": [*shape_notes(made.plan.recipe), *filter(None, (made.devices.rates_note,))],
+        "parameters": made.num_parameters,
         "length": made.length,
         "fits": made.fits,
         "needed_bytes": made.needed,

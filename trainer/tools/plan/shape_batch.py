@@ -60,7 +60,8 @@ def _blank(recipe: Recipe, task: Task, config: Any, rows: int, length: int, star
     if recipe.data.padding_free:  # the padding of a blank mask cannot be read
         flat = FlatRows.of([length] * (inputs["input_ids"].numel() // length), length, torch.device("cpu"))
     inputs |= further
-    return Microbatch(inputs, labels, torch.arange(start, start + rows), flat=flat, num_labels=labels.numel())
+    num_labels = ceil(task.labelled_share * labels.numel())
+    return Microbatch(inputs, labels, torch.arange(start, start + rows), flat=flat, num_labels=num_labels)
 
 
 def copied_ahead(batch: RankBatch, ledger: Ledger) -> RankBatch:

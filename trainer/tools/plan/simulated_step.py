@@ -67,7 +67,7 @@ from trainer.training.row_encoding import with_folder
 from trainer.training.second_model import second_model
 
 _MICROBATCHES = 3
-_FP32_BYTES = 4
+FP32_BYTES = 4
 
 
 def planned_task(plan: RunPlan) -> Task:
@@ -347,7 +347,7 @@ def _share(engine: Engine) -> int:
 def _saved(built: PlacedModel) -> int:
     quantized = sizes_of_parts([built.model])
     saved = {name: p for name, p in built.placements.items() if not p.is_copy}
-    return sum(quantized.get(name, prod(p.shape)) for name, p in saved.items()) * _FP32_BYTES
+    return sum(quantized.get(name, prod(p.shape)) for name, p in saved.items()) * FP32_BYTES
 
 
 @contextmanager
