@@ -56,6 +56,7 @@ Kind = Literal[
     "adapter",  # a `PartsAdder` of an adapter (`models/adapters.py`), by a key of it
     "axis",  # the `SequenceAxis` (`models/sequence_axis.py`), by the key with the number of its ranks
     "experts",  # an `ExpertCut` (`models/place.py`), by the key with the number of its ranks
+    "rotation",  # a context of the passes of a model with rotary positions (`engine/forward.py`)
     "kernel",  # a module of Triton kernels, by its use
     # The engine
     "strategy",  # a `Strategy` (`recipe/strategies.py`)

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from trainer.base.errors import UsageError
+from trainer.base.extensions import sole
 from trainer.engine.precision import cast_forward, store_frozen, store_in_bf16, weights_dtype
 from trainer.engine.results import EvalResult
 from trainer.models.attention import FLAT, padding_known
@@ -103,11 +104,8 @@ def _runs_once(recipe: Recipe) -> bool:
 
 
 def _cheap_rotation(model: nn.Module) -> AbstractContextManager[object]:
-    if not any("rotary" in name for name, _ in model.named_modules()):
-        return nullcontext()
-    from trainer.models.rotary import CheapRotation
-
-    return CheapRotation(model)
+    cheap = sole("rotation") if any("rotary" in name for name, _ in model.named_modules()) else None
+    return cheap(model) if cheap else nullcontext()
 
 
 def origin_changed(problem: str) -> UsageError:

@@ -106,8 +106,11 @@ def test_models_that_change_their_logits_keep_them_whole(model: dict[str, Any], 
 @pytest.mark.parametrize("model_type", ["bert", pytest.param("modernbert", marks=pytest.mark.nightly)])
 def test_the_transform_of_a_masked_model_gets_labelled_tokens_only(model_type: str):
     tiny = TINY_TASKS["masked_lm"]
-    model = {**tiny.model, "config": {**tiny.model["config"], "model_type": model_type}}
-    keys = {"optimizer": {"name": "sgd", "learning_rate": 1.0}, "training": {"max_steps": 1, "global_batch_size": 32}}
+    names = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
+    special = dict.fromkeys(names, 0) if model_type == "modernbert" else {}
+    model = {**tiny.model, "config": {**tiny.model["config"], "model_type": model_type, **special}}
+    sizes = {"max_steps": 1, "global_batch_size": 32, "micro_batch_size": 32}
+    keys = {"optimizer": {"name": "sgd", "learning_rate": 1.0}, "training": sizes}
     seen: dict[str, int] = {}
     updated = []
     for name, chunk in {"whole": None, "labelled": "auto"}.items():

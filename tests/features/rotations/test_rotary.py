@@ -7,11 +7,12 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import CohereConfig, CohereModel, LlamaConfig, LlamaModel
+from transformers import CohereConfig, CohereModel, LlamaConfig, LlamaModel, ModernBertConfig, ModernBertModel
 from transformers.models.cohere import modeling_cohere
 from transformers.models.llama import modeling_llama
+from transformers.models.modernbert import modeling_modernbert
 
-from trainer.models.rotary import CheapRotation
+from trainer.features.rotations.rotary import CheapRotation
 
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 11}
 
@@ -60,3 +61,32 @@ def test_another_rotation_stays():
     original = modeling_cohere.rotate_half
     with CheapRotation(CohereModel(CohereConfig(**SIZES, num_key_value_heads=2))):
         assert modeling_cohere.rotate_half is original
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rotations_in_fp32_equal_those_of_modernbert(dtype: torch.dtype):
+    original = modeling_modernbert.apply_rotary_pos_emb
+    generator = torch.Generator().manual_seed(0)
+    q, k, weights = (torch.randn(2, 3, 5, 8, generator=generator).to(dtype) for _ in range(3))
+    angles = torch.randn(2, 5, 8, generator=generator)
+
+    def rotated(rotate, *states):
+        states = [state.clone().requires_grad_() for state in states]
+        outputs = rotate(*states, angles.cos(), angles.sin())
+        gradients = torch.autograd.grad(outputs, states, [weights.to(states[0].dtype)] * 2)
+        return [tensor.to(dtype) for tensor in (*outputs, *gradients)]
+
+    with CheapRotation(ModernBertModel(ModernBertConfig(**SIZES, pad_token_id=0, eos_token_id=1))):
+        cheap = modeling_modernbert.apply_rotary_pos_emb
+    assert cheap is not original
+    assert modeling_modernbert.apply_rotary_pos_emb is original
+    # On states in fp32, where transformers rounds neither gradient of the two copies of a state.
+    expected, found = rotated(original, q.float(), k.float()), rotated(cheap, q, k)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_rotations_that_round_products_stay():
+    original = modeling_llama.apply_rotary_pos_emb
+    with CheapRotation(LlamaModel(LlamaConfig(**SIZES))):
+        assert modeling_llama.apply_rotary_pos_emb is original
