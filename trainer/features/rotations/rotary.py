@@ -84,8 +84,9 @@ def _rotates_in_fp32(rotate: Callable[..., tuple[Tensor, Tensor]]) -> bool:
         return False
     x = torch.linspace(-2, 3, 256).view(1, 1, 16, 16)
     angles = torch.linspace(0, 5, 256).view(1, 16, 16)
-    states = [tensor.bfloat16() for tensor in (x, x.flip(2), angles.cos(), angles.sin())]
-    differing = sum(int(one.ne(other).sum()) for one, other in zip(rotate(*states), _apply(*states), strict=True))
+    q, k, cos, sin = (tensor.bfloat16() for tensor in (x, x.flip(2), angles.cos(), angles.sin()))
+    pairs = zip(rotate(q, k, cos, sin), _apply(q, k, cos, sin), strict=True)
+    differing = sum(int(one.ne(other).sum()) for one, other in pairs)
     return differing <= _ROUNDED_ONCE
 
 
@@ -113,6 +114,6 @@ class CheapRotation:
         for space, name, _, cheap in self._replaced:
             space[name] = cheap
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *errors: object) -> None:
         for space, name, original, _ in self._replaced:
             space[name] = original
