@@ -33,8 +33,10 @@ if TYPE_CHECKING:
         register_schedule,
         register_strategy,
         register_task,
+        reproduce,
         run,
         search,
+        suite,
     )
     from trainer.base.errors import (
         DataError,
@@ -94,8 +96,10 @@ __all__ = [
     "register_schedule",
     "register_strategy",
     "register_task",
+    "reproduce",
     "run",
     "search",
+    "suite",
 ]
 
 _HOMES = {

@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from trainer.training.assembly import Assembly
     from trainer.use.export.exporting import Exported
 
+_JUDGED = (ExitCode.DONE, ExitCode.FAILED)
+"""Exit codes of commands that judge: both have results."""
+
 
 def load_recipe(source: str | Path, overrides: Mapping[str, Any] | Sequence[str] = ()) -> ResolvedRecipe:
     """Load a recipe and check it.
@@ -365,6 +368,66 @@ def compare(
         return _object((place / "compare.json").read_text(encoding="utf-8"))
 
 
+def reproduce(
+    recipe: ResolvedRecipe | str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    seeds: int | None = None,
+    processes: int | None = None,
+    folder: str | Path | None = None,
+) -> Mapping[str, Any]:
+    """Train a recipe with several seeds beside the metrics that it expects, as `trainer reproduce` does.
+
+    Args:
+        recipe: The result of `load_recipe`, a recipe file, or a name.
+        overrides: Texts such as "precision=bf16".
+        seeds: The number of seeds; None: that of the recipe.
+        processes: The ranks of each run; None: one for each GPU, or one.
+        folder: For the results; None: `runs/NAME-reproduce`.
+
+    Returns:
+        The object of the file `reproduce.json`; `reproduced` of each metric says whether its mean is as expected.
+
+    Raises:
+        TrainerError: The recipe expects nothing.
+    """
+    with _command("reproduce", recipe) as words:
+        place = Path(folder or f"runs/{load_recipe(words[1], overrides).recipe.name}-reproduce")
+        options = _options(seeds=seeds, processes=processes, output=place)
+        _answer([*words, *overrides, *options], accepts=_JUDGED)
+        return _object((place / "reproduce.json").read_text(encoding="utf-8"))
+
+
+def suite(
+    recipes: str | Path,
+    model: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    folder: str | Path,
+    seeds: int = 3,
+    processes: int | None = None,
+) -> Mapping[str, Any]:
+    """Train a list of recipes over one model, as `trainer suite` does.
+
+    Args:
+        recipes: A file of the list, or the name of a shipped one, such as "glue".
+        model: The folder of a run or a model, or a name on the hub; None: the models of the recipes.
+        overrides: Texts for all recipes, such as "precision=bf16".
+        folder: For the results.
+        seeds: The seeds of each recipe.
+        processes: The ranks of each run; None: one for each GPU, or one.
+
+    Returns:
+        The object of the file `suite.json`; the score of a recipe that failed is None.
+
+    Raises:
+        TrainerError: The list or a recipe of it is wrong.
+    """
+    options = _options(model=model, seeds=seeds, processes=processes, output=folder)
+    _answer(["suite", str(recipes), *overrides, *options], accepts=_JUDGED)
+    return _object((Path(folder) / "suite.json").read_text(encoding="utf-8"))
+
+
 def search(
     recipe: ResolvedRecipe | str | Path,
     overrides: Sequence[str],
@@ -457,7 +520,7 @@ def certify(
     """
     options = _options(layouts="; ".join(layouts) or None, steps=steps, processes=processes, output=folder)
     with _command("certify", recipe) as words:
-        return _object(_answer([*words, *overrides, *options, "--json"], True, (ExitCode.DONE, ExitCode.FAILED)))
+        return _object(_answer([*words, *overrides, *options, "--json"], True, _JUDGED))
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from trainer.recipe.schema import Recipe
 # Keys that do not change the training: a run may resume with other values.
 _HOW = (
     "name", "parallel", "activation_checkpointing", "compile", "cuda_graphs", "evaluation", "checkpoint", "logging",
-    "data",
+    "data", "expects",
 )  # fmt: skip
 _HOW_TRAINING = ("micro_batch_size", "micro_batch_tokens", "stop_at_step", "check_replicas", "max_bad_steps")
 _WHERE_MODEL = ("name_or_path", "tokenizer", "revision")  # the weights are the checkpoint's

@@ -21,8 +21,9 @@ from trainer.ranks.environment import forbid_telemetry
 
 # Texts, so that a verb imports no other one; each is a module of this package and its function.
 _VERBS = (
-    "init", "run", "check", "audit", "preview", "plan", "rehearse", "compare", "certify", "search", "report", "why",
-    "runs", "doctor", "launch_script", "export", "push", "evaluate", "predict", "mine", "convert", "schema", "recipes",
+    "init", "run", "check", "audit", "preview", "plan", "rehearse", "compare", "certify", "reproduce", "suite",
+    "search", "report", "why", "runs", "doctor", "launch_script", "export", "push", "evaluate", "predict", "mine",
+    "convert", "schema", "recipes",
 )  # fmt: skip
 _OTHER_WORDS = ("train", "fit", "finetune", "fine-tune")
 """Words of other tools for `run`."""

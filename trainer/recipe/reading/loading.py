@@ -45,6 +45,8 @@ _ANY_ROWS = Node(
 """The layer below a recipe that needs no rows."""
 FILE_KEYS = ("$schema", "extends")
 """Keys of a recipe file that are not keys of the recipe."""
+_OWN_KEYS = ("expects",)
+"""Keys that a recipe does not inherit, because they describe one training."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,8 @@ def _read_layers(file: Path, chain: tuple[Path, ...] = ()) -> tuple[Node, list[P
         problem = file_problem(unknown, shown_path(file))
         if problem is not None:
             raise RecipeError(f"{shown_path(file)}: {problem}")
-    layer = Node({key: member for key, member in node.members.items() if key not in FILE_KEYS}, node.origin)
+    left_out = FILE_KEYS if len(chain) == 1 else (*FILE_KEYS, *_OWN_KEYS)
+    layer = Node({key: member for key, member in node.members.items() if key not in left_out}, node.origin)
     extends = node.members.get("extends")
     if extends is None or extends.value is None:
         return layer, problems

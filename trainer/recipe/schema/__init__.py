@@ -14,7 +14,7 @@ from pydantic import Field
 from trainer.recipe.schema.checkpoint import Checkpoint
 from trainer.recipe.schema.data import Data, DataKeys, FileData, FolderData, HubData
 from trainer.recipe.schema.evaluation import Evaluation
-from trainer.recipe.schema.fields import Duration, Interval, PathBase, text_pattern
+from trainer.recipe.schema.fields import Duration, Interval, NameKey, PathBase, text_pattern
 from trainer.recipe.schema.language import CausalLM
 from trainer.recipe.schema.logging import Logging
 from trainer.recipe.schema.model import Adapter, Model
@@ -61,6 +61,9 @@ class Recipe(Section):
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
     logging: Logging = Logging()
+    expects: dict[NameKey, Any] | None = None
+    """Expected metrics at the last evaluation: an interval [low, high] of each mean over seeds, their `source`, and the
+    number of `seeds`. `trainer reproduce` checks them. A recipe does not inherit them."""
 
 
 def file_schema() -> dict[str, Any]:

@@ -1,35 +1,25 @@
-"""`trainer compare --seeds`: recipes that train to their end with the same seeds, and their last evaluations.
-
-A run that is complete has a mark in its folder, and the next start of the same command passes it over.
-"""
+"""`trainer compare --seeds`: recipes that train to their end with the same seeds, and their last evaluations."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
-from trainer.base.digests import digest_of, source_digest
 from trainer.base.disk import replace_text
-from trainer.base.distribution import versions
-from trainer.base.errors import INTERRUPTED, ExitCode, TrainerError, UsageError, storage_error
+from trainer.base.errors import UsageError
 from trainer.base.text import aligned
-from trainer.launch.local import run_on_fresh_ranks
-from trainer.observe.metrics_file import METRICS_FILE_NAME, encode_number
+from trainer.observe.metrics_file import encode_number
 from trainer.observe.summary import format_decimal
-from trainer.recipe.reading.loading import ResolvedRecipe, load_recipe
 from trainer.recipe.schema import Recipe
 from trainer.tasks.metrics.table import greater_is_better
 from trainer.tools.compare.contestants import Contestant
-from trainer.tools.compare.turns import Measurement, first_line, folder_name, measured_recipe
+from trainer.tools.compare.seeds import SeededRecipe, finished, interval, train_all
+from trainer.tools.compare.turns import first_line
 from trainer.tools.report.page import Section, Table, render
-from trainer.tools.run_metrics import read_metrics
-
-CONFIDENCE = 0.95
 
 
 @dataclass
@@ -75,22 +65,14 @@ def compare_outcomes(
         TrainerError: no contestant can start, they are not evaluated alike, or the results cannot be written.
     """
     outcomes = [Outcome(one) for one in contestants]
-    first = _checked(recipe, common, outcomes)
-    metric = first.evaluation.best or first.task.selecting[0]
+    recipes = [SeededRecipe(one.name, recipe, [*common, *one.overrides], one.processes) for one in contestants]
+    _require_the_same_rows([one.loaded for one in recipes])
+    metric = recipes[0].metric
     echo(f"{len(outcomes)} recipes, {seeds} seeds each to the end of training, in {folder}")
-    runs = [(first.training.seed + number, one) for number in range(seeds) for one in outcomes]
-    is_interrupted = False
-    try:
-        for index, (seed, one) in enumerate(runs, start=1):
-            if one.reason is not None:
-                continue
-            words = [*common, *one.contestant.overrides]
-            _train(recipe, words, one, seed, metric, folder)
-            shown = first_line(one.reason) if one.reason else f"{metric} {format_decimal(one.values[seed])}"
-            echo(f"{index}/{len(runs)} {one.contestant.name}, seed {seed}: {shown}")
-    except KeyboardInterrupt:
-        is_interrupted = True
-        echo("interrupted; these are the complete runs, and the same command continues")
+    trained = train_all(recipes, seeds, [metric], folder, echo)
+    for place, (one, scores) in enumerate(zip(outcomes, trained.scores, strict=True)):
+        one.values = {seed: metrics[metric] for seed, metrics in scores.items()}
+        one.reason = trained.reasons.get(place)
     for one in outcomes[1:]:
         one.difference, one.half = paired(one.values, outcomes[0].values)
     lines = [*_lines(outcomes, metric)]
@@ -104,88 +86,22 @@ def compare_outcomes(
     for line in lines:
         echo(line)
     echo(f"wrote     {folder / 'compare.html'} and compare.json")
-    if is_interrupted:
-        return INTERRUPTED
-    return ExitCode.DONE if all(one.reason is None for one in outcomes) else ExitCode.FAILED
+    return finished(trained, is_good=True)
 
 
 def paired(values: Mapping[int, float], reference: Mapping[int, float]) -> tuple[float | None, float | None]:
     """Return the mean difference over the seeds that both have, and half of its 95 % interval; None: too few seeds."""
-    from scipy.stats import t
-
     found = [value - reference[seed] for seed, value in values.items() if seed in reference]
-    if not found:
-        return None, None
-    number = len(found)
-    if number < 2:
-        return found[0], None
-    return mean(found), float(t.ppf((1 + CONFIDENCE) / 2, number - 1) * stdev(found) / number**0.5)
+    return interval(found) if found else (None, None)
 
 
-def _checked(recipe: str, common: Sequence[str], outcomes: Sequence[Outcome]) -> Recipe:
-    """Return the recipe of the reference."""
-    loaded: list[Recipe] = []
-    for one in outcomes:
-        found = load_recipe(recipe, [*common, *one.contestant.overrides]).recipe
-        if found.data.validation is None:
-            raise UsageError(
-                f"`--seeds` compares metrics, but `data.validation` of {one.contestant.name} is null; name a split"
-            )
-        if found.training.stop_at_step is not None:
-            raise UsageError("`--seeds` trains to the end, but `training.stop_at_step` is set; set training.max_steps")
-        loaded.append(found)
+def _require_the_same_rows(recipes: Sequence[Recipe]) -> None:
     if any(
-        (one.data.validation, one.task.metrics) != (loaded[0].data.validation, loaded[0].task.metrics) for one in loaded
+        (one.data.validation, one.task.metrics) != (recipes[0].data.validation, recipes[0].task.metrics)
+        for one in recipes
     ):
         raise UsageError("`--seeds` compares metrics of the same rows, but the recipes differ in `data.validation` or"
                          " `task.metrics`; set them alike")  # fmt: skip
-    return loaded[0]
-
-
-def _train(recipe: str, words: Sequence[str], one: Outcome, seed: int, metric: str, folder: Path) -> None:
-    """Train a contestant with a seed, unless it is complete, and keep the metric of the last evaluation."""
-    own = load_recipe(recipe, words).recipe.model_dump(mode="json", exclude={"checkpoint", "logging"})
-    facts = digest_of([own, _content(own), one.contestant.processes, versions(), source_digest()])
-    place = folder / "seeds" / f"{folder_name(one.contestant.name)}-{facts[:8]}" / str(seed)
-    mark = place / "complete.json"
-    if not mark.exists():
-        shutil.rmtree(place, ignore_errors=True)  # of a run that was interrupted
-        try:
-            place.mkdir(parents=True)
-            code = run_on_fresh_ranks(_measured(recipe, words, seed, place), one.contestant.processes,
-                                      Measurement(place / "output.txt", None))  # fmt: skip
-        except TrainerError as error:
-            if error.exit_code == ExitCode.STOPPED:
-                raise KeyboardInterrupt from error
-            one.reason = str(error)
-            return
-        except OSError as error:
-            raise storage_error(f"`--output` is {folder}, which cannot be written: {error}", error) from error
-        if code == ExitCode.STOPPED:
-            raise KeyboardInterrupt
-        replace_text(mark, json.dumps({"overrides": list(words)}) + "\n")
-    evaluations = read_metrics(place / METRICS_FILE_NAME).evaluations
-    if not evaluations or metric not in evaluations[-1].metrics:
-        one.reason = f"its last evaluation has no {metric}"
-        return
-    one.values[seed] = evaluations[-1].metrics[metric]
-
-
-def _measured(recipe: str, words: Sequence[str], seed: int, place: Path) -> ResolvedRecipe:
-    """Load a recipe with a seed that evaluates and saves nothing else."""
-    unused = dict.fromkeys(("checkpoint.every", "evaluation.best", "evaluation.patience", "logging.project"), "null")
-    return measured_recipe(
-        recipe,
-        words,
-        {"training.seed": str(seed), "checkpoint.folder": str(place.resolve()), **unused, "logging.to": '["jsonl"]'},
-    )
-
-
-def _content(values: Mapping[str, Any]) -> str:
-    """Return a digest of the files of rows that a recipe leaves out, which a user edits between two starts."""
-    named = values["data"].get("leave_out") or []
-    files = [Path(one) for one in ([named] if isinstance(named, str) else named)]
-    return digest_of([one.read_text(encoding="utf-8", errors="replace") for one in files if one.is_file()])
 
 
 def _lines(outcomes: Sequence[Outcome], metric: str) -> Iterator[str]:

@@ -36,10 +36,11 @@ _OUTPUT, _COMPLETE = "output.txt", "complete.json"
 
 @dataclass(frozen=True)
 class Measurement:
-    """The work of a rank: the training without checkpoints, with its output in a file."""
+    """The work of a rank: the training, with its output in a file."""
 
     output: Path
     probed: int | None  # the number of steps before those of the probe; None: no probe
+    saves: bool = False  # whether to write checkpoints, and the model at the end
 
     def __call__(self, resolved: ResolvedRecipe, environment: LaunchEnvironment) -> int:
         # Imported in the rank: the parent only starts processes.
@@ -48,7 +49,7 @@ class Measurement:
         _redirect_output(self.output)
         probe = None if self.probed is None else Probe(self.probed, environment.rank, self.output.parent)
         with StopRequest() as stop:
-            return train(resolved, environment, stop, saves=False, observer=probe).exit_code
+            return train(resolved, environment, stop, saves=self.saves, observer=probe).exit_code
 
 
 def measured_words(folder: Path, stop: int, unused: Iterable[str] = _UNUSED) -> dict[str, str]:

@@ -1,0 +1,1 @@
+"""`trainer reproduce`: a recipe with several seeds, beside the metrics that it expects."""

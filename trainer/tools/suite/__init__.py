@@ -1,0 +1,1 @@
+"""`trainer suite`: a list of recipes over one model, with several seeds and a mean."""
