@@ -34,6 +34,7 @@ from trainer.cli.program import command
 from trainer.models.families.family import ModelFamily, TensorPlan
 from trainer.models.families.table import FAMILIES
 from trainer.recipe.combinations import EXCLUSIONS, Condition
+from trainer.recipe.reading.files import read_file
 from trainer.recipe.reading.keys import default_tag, is_named, kinds, section_models
 from trainer.recipe.reading.shipped import is_base, shipped_recipes
 from trainer.recipe.registered import task_sections
@@ -52,6 +53,7 @@ from trainer.tools.convert.foreign.tables import (
     Counterpart,
 )
 from trainer.tools.doctor.table import CHECKS, Check
+from trainer.tools.expected import SEEDS, SOURCE
 from trainer.tools.plan.hardware import known_devices
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -120,6 +122,21 @@ def _strategy(row: Strategy) -> tuple[str, ...]:
 
 def _shipped() -> str:
     return ", ".join(f"`{name}`" for name, path in shipped_recipes().items() if not is_base(path))
+
+
+def _expectations() -> str:
+    """Return the expected metrics of the shipped recipes."""
+    found = {name: read_file(path)[0].plain().get("expects") for name, path in shipped_recipes().items()}
+    rows = [
+        (f"`{name}`", "<br>".join(f"{key} {low:g} to {high:g}" for key, (low, high) in _intervals(expects)), source)
+        for name, expects in found.items()
+        if expects is not None and (source := expects["source"])
+    ]
+    return _table(("recipe", "expected", "source"), rows)
+
+
+def _intervals(expects: Mapping[str, Any]) -> list[tuple[str, tuple[float, float]]]:
+    return [(key, value) for key, value in expects.items() if key not in (SOURCE, SEEDS)]
 
 
 def _keys() -> str:
@@ -702,6 +719,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "coming_from_training_arguments": lambda: _counterparts(TRAINING_ARGUMENTS),
     "command_line": _command_line,
     "exclusions": _exclusions,
+    "expectations": _expectations,
     "compiled_layers": lambda: compiled_layers(_read(COMPILED_LAYERS)),
     "compiled_kernels": lambda: compiled_kernels(_read(COMPILED_KERNELS)["most"]),
     "families": _families,

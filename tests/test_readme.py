@@ -86,6 +86,9 @@ ELSEWHERE = {
     "trainer audit runs/bert_sample --write rows.csv -o audit.html": (
         "tests/tools/audit/test_run_audit.py::def test_flipped_labels_of_pairs"
     ),
+    "trainer suite sample --seeds 1 training.max_steps=4": (
+        "tests/tools/suite/test_suite.py::def test_the_sample_suite_trains_over_a_tiny_model"
+    ),
     "trainer why runs/bert_sample": "tests/tools/test_why.py::def test_a_planted_cause_is_the_largest",
     "trainer run bert_sample compile=true": "tests/training/test_compiled.py::def test_a_compiled_run",
     "trainer rehearse bert_sample --ranks 64 --rank 37 parallel.tensor=2 training.global_batch_size=64": (

@@ -63,6 +63,15 @@ def test_what_is_not_there_is_refused(tmp_path: Path):
         run_suite(SuiteRequest(str(tmp_path / "list.json"), (), None, 1, 1, tmp_path / "out"), print)
 
 
+@pytest.mark.nightly
+def test_the_sample_suite_trains_over_a_tiny_model(tmp_path: Path):
+    trainer.run(load_recipe("bert_sample", ["training.max_steps=1", f"checkpoint.folder={tmp_path / 'tiny'}"]))
+    found = trainer.suite("sample", tmp_path / "tiny", ["training.max_steps=4"], seeds=1, folder=tmp_path / "out")
+    assert [one["name"] for one in found["results"]] == ["topics", "entities", "answers"]
+    assert 0 < found["mean"]["score"] < 1, "answers have metrics from 0 to 100, which `scale` divides"
+    assert found["mean"]["score"] == pytest.approx(fmean(one["score"] for one in found["results"]))
+
+
 @pytest.mark.slow
 def test_recipes_train_over_one_model(tmp_path: Path):
     recipe = write_tiny_run(tmp_path)

@@ -24,13 +24,14 @@ class Entry(_Strict):
     """A recipe of a suite.
 
     `recipe` is a shipped name, or a file relative to that of the suite. The score is the mean of `metrics`; null: the
-    metric that selects the best model.
+    metric that selects the best model. `scale` is a factor of the score, such as 0.01 for metrics from 0 to 100.
     """
 
     recipe: Name
     name: Name | None = None
     overrides: dict[NameKey, Any] = {}
     metrics: list[Name] | None = Field(None, min_length=1)
+    scale: float = Field(1.0, gt=0)
 
     @property
     def words(self) -> list[str]:

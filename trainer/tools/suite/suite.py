@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -49,13 +49,14 @@ class Row:
 
     one: SeededRecipe
     metrics: Sequence[str]
+    scale: float
     seeds: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     reason: str | None = None
 
     @property
     def scores(self) -> list[float]:
         """The score with each seed."""
-        return [fmean(found[name] for name in self.metrics) for found in self.seeds.values()]
+        return [self.scale * fmean(found[name] for name in self.metrics) for found in self.seeds.values()]
 
     def as_object(self) -> dict[str, Any]:
         """Return JSON values."""
@@ -64,6 +65,7 @@ class Row:
             "recipe": self.one.recipe,
             "overrides": list(self.one.words),
             "metrics": list(self.metrics),
+            "scale": self.scale,
             "seeds": {str(seed): encode_numbers(values) for seed, values in self.seeds.items()},
             **_object(self.scores),
             "reason": self.reason,
@@ -90,7 +92,7 @@ def run_suite(request: SuiteRequest, echo: Callable[[str], None]) -> int:
     echo(f"{suite.name}: {len(rows)} recipes, {request.seeds} seeds each to the end of training, in {folder}")
     trained = train_all([row.one for row in rows], request.seeds, (), folder, echo)
     rows = [
-        Row(row.one, row.metrics, trained.scores[number], trained.reasons.get(number))
+        replace(row, seeds=trained.scores[number], reason=trained.reasons.get(number))
         for number, row in enumerate(rows)
     ]
     means = _means(rows)
@@ -130,7 +132,7 @@ def _row(entry: Entry, place: Path, words: Sequence[str], processes: int) -> Row
         raise UsageError(f"`metrics` of {one.name} has {unread[0]!r}, which is not evaluated; use {', '.join(known)}")
     if poor := [name for name in metrics if not greater_is_better(name)]:
         raise UsageError(f"`metrics` of {one.name} has {poor[0]!r}, of which less is better; a mean needs others")
-    return Row(one, metrics)
+    return Row(one, metrics, entry.scale)
 
 
 def _means(rows: Sequence[Row]) -> list[float]:
@@ -148,7 +150,9 @@ def _object(scores: Sequence[float]) -> dict[str, Any]:
 
 
 def _cells(rows: Sequence[Row], means: Sequence[float]) -> list[tuple[str, ...]]:
-    lines = [(row.one.name, ", ".join(row.metrics), row.scores) for row in rows]
+    factors = [f" x {row.scale:g}" if row.scale != 1 else "" for row in rows]
+    lines = [(row.one.name, ", ".join(row.metrics) + factor, row.scores)
+             for row, factor in zip(rows, factors, strict=True)]  # fmt: skip
     return [*_formatted(lines), *_formatted([("mean", "", means)])]
 
 
