@@ -52,6 +52,8 @@ def _nearest_key(path: str) -> str | None:
     by_name: dict[str, list[str]] = {}
     for known in known_keys():
         by_name.setdefault(known.rpartition(".")[2], []).append(known)
+    if len(by_name.get(name, ())) == 1:
+        return by_name[name][0]
     siblings = {known.rpartition(".")[2]: known for known in known_keys() if known.rpartition(".")[0] == section}
     near = get_close_matches(name, siblings, n=1) or [key for key in siblings if _words(name) <= _words(key)]
     if near:

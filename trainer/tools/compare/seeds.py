@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import fmean
 from typing import Any
 
 from trainer.base.digests import digest_of, source_digest
@@ -186,12 +186,11 @@ def finished(trained: Trained, is_good: bool) -> int:
 
 def interval(values: Sequence[float]) -> tuple[float, float | None]:
     """Return the mean, and half of its 95 % interval (Student's t); None: fewer than two values."""
-    from scipy.stats import t
+    from scipy.stats import sem, t
 
-    number = len(values)
-    if number < 2:
-        return mean(values), None
-    return mean(values), float(t.ppf((1 + CONFIDENCE) / 2, number - 1) * stdev(values) / number**0.5)
+    if len(values) < 2:
+        return fmean(values), None
+    return fmean(values), float(t.ppf((1 + CONFIDENCE) / 2, len(values) - 1) * sem(values))
 
 
 def shown(value: float, half: float | None) -> str:
