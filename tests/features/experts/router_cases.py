@@ -45,7 +45,8 @@ def recipe_of(kind: str, keys: dict[str, Any], **sections: Any) -> Recipe:
     own = {**sgd_sections(), **sections}
     own["training"] = {"max_grad_norm": None, "micro_batch_size": 12, **own.get("training", {})}
     model = {"config": {"model_type": kind, **MODELS[kind]}, "tokenizer": "none", **own.pop("model", {})}
-    return tiny_recipe(task={"type": "causal_lm", "text": "text", **keys}, model=model, **own)
+    task = own.pop("task", {"type": "causal_lm", "text": "text", **keys})
+    return tiny_recipe(task=task, model=model, **own)
 
 
 def trained(recipe: Recipe, num_steps: int = 2) -> tuple[list[float], list[float], dict[str, float], dict[str, Tensor]]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tests.features.experts.router_cases import LOSSES, MODELS, assert_equal, recipe_of, trained
-from tests.helpers.training import MemorySource, sgd_sections, tiny_training, whole_state
+from tests.helpers.training import TINY_TASKS, MemorySource, sgd_sections, tiny_training, whole_state
 from trainer.base.errors import UsageError
 from trainer.features.experts.balance import NORMALISED_SIGMOID, SOFTMAX, Scoring, z_gradient
 from trainer.parallel.microbatch import IGNORED_LABEL, RankBatch
@@ -114,6 +114,15 @@ def test_accumulation_recomputation_and_flat_rows_change_nothing() -> None:
         {"activation_checkpointing": "selective", "training": {"micro_batch_size": 5}},
     ):
         assert_equal(trained(recipe_of("mixtral", LOSSES, **sections)), whole)
+
+
+def of_pairs(size: int) -> tuple[Any, ...]:
+    task = {**TINY_TASKS["embedding"].keys, "router_z_loss": 0.01}
+    return trained(recipe_of("mixtral", {}, task=task, training={"micro_batch_size": size}), 1)
+
+
+def test_a_first_pass_for_losses_of_rows_does_not_count() -> None:
+    assert_equal(of_pairs(5), of_pairs(12))
 
 
 @pytest.mark.slow
