@@ -48,6 +48,7 @@ def test_a_plan_and_a_check_need_no_network(capsys: pytest.CaptureFixture[str]):
     assert main(["plan", *words, "--gpus", "2x12gib", "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
     assert made["fits"]
+    assert made["parameters"] == 109482240 + 2 * 768 + 2  # with two classes
     # Each of two ranks has half of a layer; the embedding is cut, too.
     assert 109482240 * 4 / 2 < made["ranks"][0]["resident"]["parameters"] < 109482240 * 4 * 0.52
     assert made["notes"] == [

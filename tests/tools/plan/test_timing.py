@@ -390,6 +390,7 @@ def test_hours_and_price_of_a_training(tmp_path: Path, capsys: pytest.CaptureFix
     assert seconds["least"] < seconds["likely"] < seconds["most"]
     assert sum(found["time"]["parts"].values()) == pytest.approx(seconds["likely"])
     assert training["steps"] == 4  # training.max_steps
+    assert training["tokens"] == 4 * recipe_of(keys).training.global_batch_size * 8
     assert training["gpu_hours"] == pytest.approx(2 * 4 * seconds["likely"] / 3600)
     assert training["price"] == pytest.approx(2 * training["gpu_hours"])
     first = found["ranks"][0]

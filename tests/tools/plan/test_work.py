@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers.training import TINY_DECODERS, TINY_TASKS
 from tests.tools.plan.measured import SMALL_BERT, recipe_of
@@ -106,3 +107,17 @@ def test_utilisation_is_a_share_of_the_peak():
     peak = machine.peak("bf16")
     assert time.mfu * time.likely * peak == pytest.approx(3 * of_bert())
     assert time.hfu * time.likely * peak == pytest.approx(sum(steps[0].totals.flops.values()))
+
+
+def test_a_masked_model_multiplies_labelled_tokens_in_16_bits():
+    hidden, vocabulary = SMALL_BERT["hidden_size"], SMALL_BERT["vocab_size"]
+
+    def flops(share: float) -> dict[torch.dtype, int]:
+        task = {"type": "masked_lm", "text": "text", "mask_probability": share, "logits_chunk": 64}
+        return {**totals_of({"task": task, "precision": "bf16", **BERT, **ONE}).flops}
+
+    few, many = flops(0.25), flops(0.5)
+    # Sums over chunks are in fp32; their products are not.
+    assert {*few} == {torch.bfloat16}
+    more = ROWS * LENGTH // 4
+    assert many[torch.bfloat16] - few[torch.bfloat16] == 3 * 2 * more * hidden * (hidden + vocabulary)

@@ -44,6 +44,7 @@ def _operations(*names: str) -> frozenset[Any]:
 
 
 _LOOKUPS = _operations("embedding index index_select gather")  # read only the rows that they return
+_ADDS = _operations("addmm addmm_ baddbmm baddbmm_")  # to their first operand, which may be in fp32
 _WRITES_NOTHING = _operations("empty empty_like empty_strided new_empty new_empty_strided detach _unsafe_view")
 _OF_ALL_PARAMETERS = ("_fused_adam", "_fused_sgd", "_foreach_")
 _SPECIAL = _operations(  # a CPU computes exponentials for each element
@@ -146,7 +147,7 @@ def work_of(
     formula = FLOPS.get(packet)
     flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
     # A product of 16 bits may have a result in fp32.
-    dtype = (inputs if formula is not None else outputs or inputs)[0].dtype
+    dtype = inputs[packet in _ADDS].dtype if formula is not None else (outputs or inputs)[0].dtype
     if formula is not None:
         operation = ATTENTION if "attention" in packet.__name__ else MATMUL
     else:
