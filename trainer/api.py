@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -21,7 +21,7 @@ from trainer.base.errors import ExitCode, LaunchError, UsageError
 from trainer.base.file_formats import FileFormat
 from trainer.base.logging_targets import LoggingTarget
 from trainer.base.scratch import scratch_folder
-from trainer.ranks.environment import forbid_telemetry, problems_name_the_machine
+from trainer.ranks.environment import detect, forbid_telemetry, problems_name_the_machine
 from trainer.recipe.reading import loading
 from trainer.recipe.reading.loading import ResolvedRecipe
 from trainer.recipe.registered import optimizer_name, schedule_name, strategy_name, task_name
@@ -58,7 +58,7 @@ def load_recipe(source: str | Path, overrides: Mapping[str, Any] | Sequence[str]
     if isinstance(overrides, Mapping):
         overrides = [f"{key}={json.dumps(value, default=str)}" for key, value in overrides.items()]
     with problems_name_the_machine():
-        return loading.load_recipe(str(source), overrides)
+        return loading.load_recipe(str(source), overrides, is_whole=True)
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ class RunResult:
     steps: Sequence[StepRecord]
     evaluations: Sequence[EvaluationRecord]
     logged: Sequence[LoggedRecord]
+    stages: Mapping[str, RunResult] = field(default_factory=dict)  # of a recipe with stages, whose last one is this
 
 
 def run(
@@ -111,6 +112,14 @@ def run(
     callbacks = tuple(callbacks)
     of_ranks = callbacks_of(callbacks)
     resolved = recipe if isinstance(recipe, ResolvedRecipe) else load_recipe(recipe)
+    if (chain := resolved.chain) is not None:
+        if detect().has_ranks:
+            code = chain.run(processes, max_restarts, Training(of_ranks))
+        else:
+            code = run_apart(resolved, processes, max_restarts, callbacks)
+        places = {name: Path(stage.recipe.checkpoint.folder) for name, stage in chain.stages.items()}
+        of_stages = {name: _result(place, code) for name, place in places.items() if place.is_dir()}
+        return replace([*of_stages.values()][-1], stages=of_stages)
     environment, number = plan_start(resolved, processes, max_restarts)
     in_thread = threading.current_thread() is not threading.main_thread()
     if in_thread and environment.has_ranks:

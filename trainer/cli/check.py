@@ -49,11 +49,36 @@ def check(
     tokenizer, the names and sizes of the weights, and the contents of each pipeline stage. The last line names the
     parts that are not. It needs no GPU and no network.
     """
-    from trainer.recipe.local_parts import LocalParts
-    from trainer.recipe.plan import plan_run
     from trainer.recipe.reading.loading import load_recipe
 
-    resolved = load_recipe(recipe, overrides or ())
+    whole = load_recipe(recipe, overrides or (), is_whole=True)
+    if whole.chain is None:
+        found, code = _check(whole, processes, everything, quick, as_json)
+    else:
+        found, code = {"stages": {}}, 0
+        for name, stage in whole.chain.stages.items():
+            say(*() if as_json else ("", f"stage     {name}"))
+            found["stages"][name], of_stage = _check(
+                stage, processes, everything, quick, as_json, whole.chain.unchecked(name)
+            )
+            code = code or of_stage
+    if as_json:
+        print_json(found)
+    if code:
+        raise typer.Exit(code)
+
+
+def _check(
+    resolved: ResolvedRecipe, processes: int, everything: bool, quick: bool, as_json: bool, before: Sequence[str] = ()
+) -> tuple[dict[str, Any], int]:
+    """Check a training, and show it unless its object is asked for; return that, and the exit code.
+
+    Args:
+        before: parts that are not checked, because they are not made yet.
+    """
+    from trainer.recipe.local_parts import LocalParts
+    from trainer.recipe.plan import plan_run
+
     plan = plan_run(resolved.recipe, processes)
     checked = None
     unchecked: tuple[str, ...] = ("`--quick`: data and model",)
@@ -71,17 +96,16 @@ def check(
     error = checked.problems.error if checked else None
     if error is not None:
         show_error(error)
-    if as_json:
-        print_json({**_as_object(resolved, plan, checked), "unchecked": unchecked})
-    else:
+    unchecked = (*unchecked, *before)
+    if not as_json:
         _print_everything(resolved) if everything else _print_written(resolved)
         _print_plan(plan, checked.model.stages if checked else None, everything)
         if checked is not None:
             _print_checked(plan, checked)
         for part in unchecked or ("memory and time of a step: `trainer plan` computes them",):
             say(f"unchecked {part}")
-    if error is not None:
-        raise typer.Exit(error.exit_code)
+    found = {**_as_object(resolved, plan, checked), "unchecked": unchecked} if as_json else {}
+    return found, int(error.exit_code) if error is not None else 0
 
 
 def _as_object(resolved: ResolvedRecipe, plan: RunPlan, checked: CheckedParts | None) -> dict[str, Any]:

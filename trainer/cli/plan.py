@@ -193,14 +193,14 @@ def plan(
     request.check()
     for word in request.replaced:
         say(f"note: --largest {largest} overrides {word}", err=True)
-    resolved = load_recipe(recipe, request.overrides, needs_data=False)
+    resolved = load_recipe(recipe, request.overrides, needs_data=False, is_whole=True)
     require_reachable(resolved.recipe.model, known_shapes())
 
     with importing():
-        from trainer.tools.plan.answer import answer
+        from trainer.tools.plan.answer import answer, answer_chain
         from trainer.tools.plan.plan_text import draw_timeline
 
-    answered = answer(request, resolved)
+    answered = answer_chain(request, resolved.chain) if resolved.chain else answer(request, resolved)
     if as_json:
         print_json(answered.values)
     else:

@@ -23,7 +23,7 @@ def run(
     from trainer.recipe.reading.loading import load_recipe
 
     with problems_name_the_machine():
-        resolved = load_recipe(recipe, overrides or ())
+        resolved = load_recipe(recipe, overrides or (), is_whole=True)
 
     from trainer.launch.local import run_or_join
 

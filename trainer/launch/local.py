@@ -80,6 +80,8 @@ def run_or_join(resolved: ResolvedRecipe, processes: int | None, max_restarts: i
         LaunchError: the ranks contradict the request or the devices.
         TrainerError: a rank failed; the error is of the class that the rank raised.
     """
+    if resolved.chain is not None:
+        return resolved.chain.run(processes, max_restarts, job)
     with stop_before_training():
         # Errors of the recipe and the launch come before the first rank starts.
         environment, number = plan_start(resolved, processes, max_restarts)

@@ -241,6 +241,8 @@ def plan_run(recipe: Recipe, world_size: int, local_world_size: int | None = Non
     Raises:
         RecipeError: the recipe does not support this number of ranks; the message gives the nearest valid values.
     """
+    if asked_for("chain", recipe):
+        raise RecipeError("`stages` are several trainings, but this takes one; load one of them, as in stage=NAME")
     parallel = recipe.parallel
     for launch in asked_for("elastic", recipe):
         parallel = launch().fitted(parallel, world_size)

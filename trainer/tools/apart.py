@@ -32,7 +32,7 @@ _PR_SET_PDEATHSIG = 1  # of prctl(2)
 _GOOD = (ExitCode.DONE, ExitCode.STOPPED)
 
 
-def run_apart(resolved: ResolvedRecipe, processes: int, max_restarts: int, callbacks: Sequence[Callback] = ()) -> int:
+def run_apart(resolved: ResolvedRecipe, processes: int | None, max_restarts: int, callbacks: Sequence[Callback] = ()) -> int:
     """Run a recipe on local ranks below a new process, and return the exit code.
 
     An interrupt asks the run to save and stop, and this waits for that.
@@ -157,7 +157,7 @@ def _run(job: Mapping[str, Any]) -> int:
     from trainer.recipe.reading.loading import load_recipe
 
     training = Training(callbacks_of(made(job["callbacks"])))
-    return run_or_join(load_recipe(job["recipe"]), job["processes"], job["max_restarts"], training)
+    return run_or_join(load_recipe(job["recipe"], is_whole=True), job["processes"], job["max_restarts"], training)
 
 
 def described(callback: Callback) -> dict[str, Any]:

@@ -165,8 +165,9 @@ def write_launch_script(
         if value is not None and name not in kind.options:
             users = ", ".join(other for other, row in KINDS.items() if name in row.options)
             raise UsageError(f"--{name} has no effect with --on {target}; drop it (it is for {users})")
-    resolved = load_recipe(source, overrides)
-    plan_run(resolved.recipe, most * gpus, gpus)
+    resolved = load_recipe(source, overrides, is_whole=True)
+    for one in resolved.chain.stages.values() if resolved.chain else (resolved,):
+        plan_run(one.recipe, most * gpus, gpus)
     if least < most:
         elastic_nodes = least, most
         environment = LaunchEnvironment(

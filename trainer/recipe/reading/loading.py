@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import ValidationError
 
@@ -49,6 +49,21 @@ _OWN_KEYS = ("expects",)
 """Keys that a recipe does not inherit, because they describe one training."""
 
 
+class Chain(Protocol):
+    """Trainings of one recipe, one after another; the `chain` that a feature registers under a key resolves them."""
+
+    stages: Mapping[str, ResolvedRecipe]
+    """The recipe of each training by name; the model of an earlier one that is not trained yet has a stand-in."""
+
+    def unchecked(self, name: str) -> tuple[str, ...]:
+        """Return the parts of a training that a check cannot see."""
+        ...
+
+    def run(self, processes: int | None, max_restarts: int, job: Any) -> int:
+        """Do all trainings that are not done, as `run_or_join` does one."""
+        ...
+
+
 @dataclass(frozen=True)
 class ResolvedRecipe:
     """A valid recipe, and the origin of each value.
@@ -61,15 +76,19 @@ class ResolvedRecipe:
     origins: Mapping[str, Origin]  # by dotted key path; a list is one value
     values: Mapping[str, Any]  # JSON values by dotted key path
     file: Path
+    chain: Chain | None = None  # the trainings of a recipe with several
 
 
-def load_recipe(source: str, overrides: Sequence[str] = (), needs_data: bool = True) -> ResolvedRecipe:
+def load_recipe(
+    source: str, overrides: Sequence[str] = (), needs_data: bool = True, is_whole: bool = False
+) -> ResolvedRecipe:
     """Load a recipe from a file, or a shipped recipe by name (`bert_sample`), and apply `key=value` overrides.
 
     The extensions of installed packages are loaded first.
 
     Args:
         needs_data: whether the recipe must name rows, and their files and folders must exist.
+        is_whole: whether the caller takes a recipe of several trainings.
 
     Raises:
         RecipeError: All problems of the recipe.
@@ -81,12 +100,20 @@ def load_recipe(source: str, overrides: Sequence[str] = (), needs_data: bool = T
     except OSError as error:
         raise RecipeError(f"the current folder cannot be used: {error.strerror}; change to another one") from error
     file = _find_recipe(source, Path())
-    root, problems = _read_layers(file)
+    root, problems = read_layers(file)
     layer, override_problems = override_layer(overrides)
-    root = merged(root, layer)
-    if not needs_data:
-        root = merged(_ANY_ROWS, root)
-    return resolve(file, with_default_kinds(root), problems + override_problems, needs_data)
+    problems += override_problems
+    for row in extensions.registered("chain"):
+        if row.name in root.members and root.members[row.name].value is not None:
+            resolved: ResolvedRecipe = extensions.resolved(row.value)(file, root, layer, problems, needs_data, is_whole)
+            return resolved
+    return resolve_tree(file, merged(root, layer), problems, needs_data)
+
+
+def resolve_tree(file: Path, root: Node, problems: list[Problem], needs_data: bool) -> ResolvedRecipe:
+    """Complete the tree of a recipe, and `resolve` it."""
+    root = root if needs_data else merged(_ANY_ROWS, root)
+    return resolve(file, with_default_kinds(root), problems, needs_data)
 
 
 def load_values(values: Mapping[str, Any], overrides: Sequence[str] = (), needs_data: bool = True) -> ResolvedRecipe:
@@ -126,7 +153,7 @@ def _data_endings() -> tuple[str, ...]:
     return tuple(end for end in formats_by_ending() if end not in recipe_endings())
 
 
-def _read_layers(file: Path, chain: tuple[Path, ...] = ()) -> tuple[Node, list[Problem]]:
+def read_layers(file: Path, chain: tuple[Path, ...] = ()) -> tuple[Node, list[Problem]]:
     """Return the recipe in `file` merged over those that it extends, and the problems of the parser."""
     # Real paths, so that a link cannot hide a circle.
     chain = (*chain, Path(os.path.realpath(file)))
@@ -154,13 +181,14 @@ def _read_layers(file: Path, chain: tuple[Path, ...] = ()) -> tuple[Node, list[P
     if extends is None or extends.value is None:
         return layer, problems
     try:
-        base, base_problems = _read_layers(_base_file(extends, chain), chain)
+        base, base_problems = read_layers(base_file(extends, chain), chain)
     except RecipeError as error:
         raise RecipeError(*map(str, problems), *error.problems) from error
     return merged(base, layer), problems + base_problems
 
 
-def _base_file(extends: Node, chain: tuple[Path, ...]) -> Path:
+def base_file(extends: Node, chain: tuple[Path, ...]) -> Path:
+    """Return the file that a key `extends` names; `chain` has the files that lead to it."""
     if not isinstance(extends.value, str) or not extends.value:
         raise RecipeError(
             f"{extends.origin}: `extends` must be a path or a shipped name, but is {shown_value(extends.plain())}"

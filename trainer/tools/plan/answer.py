@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from trainer.base.errors import UsageError
-from trainer.recipe.reading.loading import ResolvedRecipe
+from trainer.observe.summary import format_bytes
+from trainer.recipe.reading.loading import Chain, ResolvedRecipe
 from trainer.tools.plan.hardware import Devices
 from trainer.tools.plan.plan_text import plan_text, search_text
 from trainer.tools.plan.recipe_plan import (
@@ -76,6 +77,42 @@ def answer(request: PlanRequest, resolved: ResolvedRecipe) -> Answer:
     if larger is not None:
         values["spare"] = {"overrides": larger.overrides, "needed_bytes": larger.made.needed}
     return Answer(plan_text(made, changes, cost, found, _name(nodes, devices), larger), values, made)
+
+
+def answer_chain(request: PlanRequest, chain: Chain) -> Answer:
+    """Plan each training of a recipe, and their hours, GPU-hours and price together.
+
+    Raises:
+        UsageError: the request is one of a single training.
+        TrainerError: see `answer`.
+    """
+    options = {
+        "--search": request.search, "--gpus auto": request.is_auto, "--largest": request.largest,
+        "--timeline": request.timeline, "--write": request.write,
+    }  # fmt: skip
+    for option, value in options.items():
+        if value:
+            first = next(iter(chain.stages))
+            raise UsageError(f"`{option}` takes one training, but the recipe has several; choose one: stage={first}")
+    answers = {
+        name: answer(replace(request, given=(*request.given, f"stage={name}")), resolved)
+        for name, resolved in chain.stages.items()
+    }
+    costs = {name: one.values["training"] for name, one in answers.items()}
+    total, unknown = None, [name for name, cost in costs.items() if cost is None]
+    if unknown:
+        last = f"the hours of {', '.join(unknown)} are unknown; add --rows N or training.max_steps=N, and name the GPUs"
+    else:
+        total = {key: sum(cost[key] or 0.0 for cost in costs.values()) for key in ("steps", "hours", "gpu_hours")}
+        last = f"{total['steps']:,} steps, {total['hours']:,.2f} hours, {total['gpu_hours']:,.2f} GPU-hours"
+        if request.price is not None:
+            total["price"] = sum(cost["price"] for cost in costs.values())
+            last += f", {total['price']:,.2f} for them"
+    most = max(answers, key=lambda name: answers[name].values["needed_bytes"])
+    needed = format_bytes(answers[most].values["needed_bytes"])
+    texts = [f"stage     {name}\n{one.text.rstrip()}\n" for name, one in answers.items()]
+    values = {"stages": {name: one.values for name, one in answers.items()}, "training": total}
+    return Answer("\n".join([*texts, f"all       {last}", f"memory    {needed} at most, in {most}"]), values)
 
 
 def _name(nodes: int, devices: Devices) -> str:

@@ -1,0 +1,216 @@
+"""The key `stages` of a recipe: the stages that it lists, with the overrides of the command line."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from trainer.base.errors import RecipeError
+from trainer.features.stages.chain import StageChain
+from trainer.features.stages.stage import Stage, StageTrees
+from trainer.recipe.paths import shown_value
+from trainer.recipe.reading.loading import ResolvedRecipe, base_file, read_layers, resolve_tree
+from trainer.recipe.reading.merging import merged
+from trainer.recipe.reading.parser import Node, Problem
+
+_KEY, _ONE = "stages", "stage"
+_OWN = ("name", "from", "start", "processes", "extends")  # keys of a stage that are none of a recipe
+_STARTS = ("fresh", "continued")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,49}")
+_LEFT_OUT = ("name", "checkpoint", _KEY)  # keys of a recipe that a stage extends
+_NOTHING: dict[str, Node] = {}
+
+
+def resolve_chain(
+    file: Path, root: Node, layer: Node, problems: list[Problem], needs_data: bool, is_whole: bool
+) -> ResolvedRecipe:
+    """Return a recipe with its stages, or one of its stages.
+
+    Args:
+        root: the tree of the file, with `stages`.
+        layer: the overrides. `stages.NAME.KEY=VALUE` is one of a stage, and `stage=NAME` chooses a stage.
+        is_whole: whether the caller takes a recipe with stages.
+
+    Raises:
+        RecipeError: all problems of the recipe and its stages.
+    """
+    own, common = _split(layer), merged(_without(root, _KEY), _without(layer, _KEY, _ONE))
+    listed = root.members[_KEY]
+    if own is not None and not isinstance(own.value, dict):  # the whole value is replaced
+        listed, own = own, None
+    if listed.value is None:
+        return resolve_tree(file, merged(common, _without(layer, _KEY)), problems, needs_data)
+    whole = resolve_tree(file, common, problems, needs_data)
+    reading = _Reading(file, Path(whole.recipe.checkpoint.folder))
+    for node in _changed(listed, own, reading):
+        reading.add(node)
+    reading.require_none()
+    trees = StageTrees(file, common, whole.recipe.name, needs_data)
+    recipes = {}
+    for stage in reading.stages:
+        try:
+            recipes[stage.name] = trees.resolved(stage)
+        except RecipeError as error:
+            reading.messages += [f"{problem} (stage `{stage.name}`)" for problem in error.problems]
+    reading.require_none()
+    one = layer.members.get(_ONE)
+    chosen = [stage for stage in reading.stages if one is None or stage.name == one.value]
+    if not chosen:
+        raise RecipeError(f"`{_ONE}` must be one of {', '.join(recipes)}, but is {shown_value(one and one.plain())}")
+    if not is_whole:
+        return _single(chosen, one is None, recipes, needs_data)
+    written = [_absolute(stage, recipes[stage.name]) for stage in reading.stages]
+    whole = replace(
+        whole, recipe=whole.recipe.model_copy(update={_KEY: written}), values={**whole.values, _KEY: written}
+    )
+    return replace(whole, chain=StageChain(whole, trees, tuple(reading.stages), tuple(chosen), recipes))
+
+
+def _single(
+    chosen: list[Stage], is_open: bool, recipes: Mapping[str, ResolvedRecipe], needs_data: bool
+) -> ResolvedRecipe:
+    """Return the recipe of the chosen stage, for a caller that takes one training."""
+    stage = chosen[0]
+    if is_open:
+        raise RecipeError(
+            f"`{_KEY}` has the trainings {', '.join(recipes)}, but this command takes one; choose it, as in"
+            f" {_ONE}={stage.name}"
+        )
+    if needs_data and stage.parent is not None and not stage.parent.has_model:
+        raise RecipeError(
+            f"`{_KEY}`: {stage.name} starts from the model of {stage.parent.name}, but {stage.parent.model_folder} does"
+            " not exist; run the recipe up to it first"
+        )
+    return recipes[stage.name]
+
+
+def _split(layer: Node) -> Node | None:
+    return layer.members.get(_KEY)
+
+
+def _without(node: Node, *keys: str) -> Node:
+    return Node({key: value for key, value in node.members.items() if key not in keys}, node.origin, node.key_origin)
+
+
+def _changed(listed: Node, own: Node | None, reading: _Reading) -> list[Node]:
+    """Return the nodes of the list with the overrides of each stage by its name."""
+    if not isinstance(listed.value, list) or not listed.value:
+        reading.report(listed, f"`{_KEY}` must be a list of stages, but is {shown_value(listed.plain())}; list one")
+        return []
+    changes = dict((own or Node({}, listed.origin)).members)
+    nodes = [
+        merged(node, changes.pop(str(_plain(node, "name")))) if str(_plain(node, "name")) in changes else node
+        for node in listed.value
+    ]
+    for name, change in changes.items():
+        names = ", ".join(str(_plain(node, "name")) for node in listed.value)
+        reading.report(change, f"`{_KEY}.{name}` is no stage; the stages are {names}")
+    return nodes
+
+
+def _plain(node: Node, key: str) -> Any:
+    return node.members[key].plain() if key in node.members else None
+
+
+@dataclass
+class _Reading:
+    """The stages that were read, and their problems."""
+
+    file: Path
+    folder: Path
+    stages: list[Stage] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
+
+    def report(self, node: Node, text: str) -> None:
+        self.messages.append(str(Problem(node.origin, text)))
+
+    def require_none(self) -> None:
+        """Raise the problems."""
+        if self.messages:
+            raise RecipeError(*self.messages)
+
+    def add(self, node: Node) -> None:
+        """Read a stage, or report its problems."""
+        number, before = len(self.stages) + 1, len(self.messages)
+        name = _plain(node, "name")
+        path = f"{_KEY}[{number - 1}]"
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            rule = "1 to 50 letters, digits, `.`, `_` and `-`, a letter or digit first"
+            self.report(node, f"`{path}.name` must be {rule}, but is {shown_value(name)}")
+            return
+        if name in (stage.name for stage in self.stages):
+            self.report(node, f"`{path}.name` is {shown_value(name)}, as that of another stage; rename one")
+        path = f"{_KEY}.{name}"
+        start, processes = _plain(node, "start") or "fresh", _plain(node, "processes")
+        if start not in _STARTS:
+            self.report(node, f"`{path}.start` must be fresh or continued, but is {shown_value(start)}")
+        if processes is not None and not (type(processes) is int and processes > 0):
+            self.report(node, f"`{path}.processes` must be a number from 1 on, but is {shown_value(processes)}")
+        parent = self._parent(node, path)
+        if start == "continued" and parent is None:
+            self.report(node, f"`{path}.start` is continued, but no stage comes before it; use fresh")
+        self._refuse_set_keys(node, path, parent)
+        base, problems = self._base(node)
+        if len(self.messages) == before:
+            folder = self.folder / f"{number:02d}-{name}"
+            keys = _without(node, *_OWN)
+            stage = Stage(number, name, folder, parent, start == "continued", processes, keys, base, node, problems)
+            self.stages.append(stage)
+
+    def _parent(self, node: Node, path: str) -> Stage | None:
+        named = _plain(node, "from")
+        if named is None:
+            return self.stages[-1] if self.stages else None
+        parent = next((stage for stage in self.stages if stage.name == named), None)
+        if parent is None:
+            earlier = ", ".join(stage.name for stage in self.stages) or "none"
+            self.report(node, f"`{path}.from` must be an earlier stage ({earlier}), but is {shown_value(named)}")
+        return parent
+
+    def _refuse_set_keys(self, node: Node, path: str, parent: Stage | None) -> None:
+        """Refuse keys that the chain sets."""
+        refused = {"checkpoint": ("folder", "continues"), "model": ("name_or_path", "revision") if parent else ()}
+        for section, keys in refused.items():
+            for key in keys:
+                if key in node.members.get(section, Node(_NOTHING, node.origin)).members:
+                    self.report(node, f"`{path}.{section}.{key}` follows from the stage before; remove it")
+        if _KEY in node.members:
+            self.report(node, f"`{path}.{_KEY}` would be stages of a stage; list them one after another")
+
+    def _base(self, node: Node) -> tuple[Node, tuple[Problem, ...]]:
+        """Return the recipe that a stage extends, without the keys of its run."""
+        extends = node.members.get("extends")
+        if extends is None or extends.value is None:
+            return Node({}, node.origin), ()
+        chain = (Path(os.path.realpath(self.file)),)
+        try:
+            base, problems = read_layers(base_file(extends, chain), chain)
+        except RecipeError as error:
+            self.messages += error.problems
+            return Node({}, node.origin), ()
+        return _without(base, *_LEFT_OUT), tuple(problems)
+
+
+def _absolute(stage: Stage, resolved: ResolvedRecipe) -> dict[str, Any]:
+    """Return a stage as it is written, with the absolute paths of its recipe."""
+    values: dict[str, Any] = _replaced(stage.written.plain(), resolved.recipe.model_dump(mode="json"), _OWN)
+    if (extends := stage.written.members.get("extends")) and extends.value:
+        values["extends"] = os.path.abspath(base_file(extends, ()))
+    return values
+
+
+def _replaced(written: dict[str, Any], values: Mapping[str, Any], kept: tuple[str, ...] = ()) -> dict[str, Any]:
+    replaced = {}
+    for key, value in written.items():
+        other = values.get(key)
+        if key in kept or other is None:
+            replaced[key] = value
+        elif isinstance(value, dict):
+            replaced[key] = _replaced(value, other) if isinstance(other, dict) else value
+        else:
+            replaced[key] = other if isinstance(value, str | list) else value
+    return replaced

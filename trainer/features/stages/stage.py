@@ -1,0 +1,135 @@
+"""A stage of a recipe, and the trees of keys that the stages are.
+
+The layers of a stage, in increasing precedence: the recipe without `stages`, a recipe that the stage extends, the keys
+of the stage, and the model of its parent, which is the stage that it starts from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.recipe.reading.loading import ResolvedRecipe, resolve_tree
+from trainer.recipe.reading.merging import merged
+from trainer.recipe.reading.parser import Node, Problem
+
+_WEIGHTS = ("name_or_path", "revision", "tokenizer", "config", "new_tokens")
+"""Keys of `model` that the model of the parent replaces."""
+_MOST = 100  # characters of the name of a run
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage; `keys` are those over the recipe, `base` is the recipe that it extends, `written` all that it says."""
+
+    number: int
+    name: str
+    folder: Path
+    parent: Stage | None
+    is_continued: bool
+    processes: int | None
+    keys: Node
+    base: Node
+    written: Node
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def model_folder(self) -> Path:
+        """The folder of its final model."""
+        return self.folder / "model"
+
+    @property
+    def has_model(self) -> bool:
+        """Whether its final model is there."""
+        return (self.model_folder / "config.json").is_file()
+
+    @property
+    def own_model(self) -> Mapping[str, Any]:
+        """Its own keys of `model`."""
+        model: Mapping[str, Any] = _member(self.keys, "model").plain() or {}
+        return model
+
+    @property
+    def line(self) -> list[Stage]:
+        """The stages from the first one to this, each the parent of the next one."""
+        return [*(self.parent.line if self.parent else ()), self]
+
+
+@dataclass(frozen=True)
+class StageTrees:
+    """The recipes of stages; `common` is the recipe without `stages`, and `name` its name."""
+
+    file: Path
+    common: Node
+    name: str
+    needs_data: bool
+
+    def resolved(self, stage: Stage) -> ResolvedRecipe:
+        """Return the recipe of a stage; without the model of its parent, that of the first stage stands for it.
+
+        Raises:
+            RecipeError: the problems of the stage.
+        """
+        origin, layers = stage.keys.origin, [self.common, stage.base]
+        start: dict[str, Node] = {}
+        if stage.parent is not None:
+            layers = [_without_weights(layer, is_base=layer is stage.base) for layer in layers]
+            place = Node(str(stage.parent.model_folder), origin)
+            start = {"name_or_path": place} if stage.parent.has_model else self._stand_in(stage)
+        tree = self._merged([*layers, stage.keys])
+        checkpoint = {"folder": Node(str(stage.folder), origin)}
+        if stage.is_continued and stage.parent is not None:
+            checkpoint["continues"] = Node(str(stage.parent.folder), origin)
+        members = {**tree.members, "name": Node(f"{self.name}-{stage.name}"[:_MOST], origin)}
+        for section, values in (("checkpoint", checkpoint), ("model", start)):
+            before = _member(tree, section)
+            members[section] = Node({**before.members, **values}, before.origin, before.key_origin)
+        whole = Node(members, tree.origin)
+        return resolve_tree(self.file, whole, list(stage.problems), self.needs_data)
+
+    def _merged(self, layers: Sequence[Node]) -> Node:
+        tree = layers[0]
+        for layer in layers[1:]:
+            tree = merged(tree, layer)
+        return tree
+
+    def _stand_in(self, stage: Stage) -> dict[str, Node]:
+        """Return the keys of the first stage's model, with the changes of the configuration since."""
+        first, *later = stage.line
+        model = _member(self._merged([self.common, first.base, first.keys]), "model").members
+        kept = {key: model[key] for key in _WEIGHTS if key in model}
+        for other in later:
+            own = _member(other.keys, "model").members
+            for key in ("config", "new_tokens"):
+                if key in own:
+                    kept[key] = _added(kept.get(key), own[key])
+        if "name_or_path" not in kept or kept["name_or_path"].value is None:
+            kept["new_head"] = Node(False, stage.keys.origin)  # all weights are random
+        return kept
+
+
+def _added(before: Node | None, own: Node) -> Node:
+    if before is None or before.value is None:
+        return own
+    if isinstance(before.value, list) and isinstance(own.value, list):
+        return Node([*before.value, *own.value], own.origin)
+    return Node({**before.members, **own.members}, own.origin)
+
+
+def _member(node: Node, key: str) -> Node:
+    return node.members.get(key) or Node({}, node.origin)
+
+
+def _without_weights(layer: Node, is_base: bool) -> Node:
+    """Return a layer without the keys that the model of the parent replaces.
+
+    A new head in the recipe is one of its first stage; in a recipe that a stage extends, it is of that stage.
+    """
+    left_out = _WEIGHTS if is_base else (*_WEIGHTS, "new_head")
+    model = _member(layer, "model")
+    kept = {key: value for key, value in model.members.items() if key not in left_out}
+    return Node({**layer.members, "model": Node(kept, model.origin, model.key_origin)}, layer.origin)
+
+
