@@ -32,7 +32,9 @@ _PR_SET_PDEATHSIG = 1  # of prctl(2)
 _GOOD = (ExitCode.DONE, ExitCode.STOPPED)
 
 
-def run_apart(resolved: ResolvedRecipe, processes: int | None, max_restarts: int, callbacks: Sequence[Callback] = ()) -> int:
+def run_apart(
+    resolved: ResolvedRecipe, processes: int | None, max_restarts: int, callbacks: Sequence[Callback] = ()
+) -> int:
     """Run a recipe on local ranks below a new process, and return the exit code.
 
     An interrupt asks the run to save and stop, and this waits for that.

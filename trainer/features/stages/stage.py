@@ -131,5 +131,3 @@ def _without_weights(layer: Node, is_base: bool) -> Node:
     model = _member(layer, "model")
     kept = {key: value for key, value in model.members.items() if key not in left_out}
     return Node({**layer.members, "model": Node(kept, model.origin, model.key_origin)}, layer.origin)
-
-

@@ -22,7 +22,7 @@ def plain_lines(runs: Sequence[Run], width: int) -> Iterator[str]:
         yield f"{run.name}: {run.state}, {step}, best {best_text(run)}"
         if run.message:
             yield f"  {run.message.strip().splitlines()[0]}"
-    losses = [(run.name, [(one.step, one.loss) for one in run.metrics.steps]) for run in runs]
+    losses = [(run.name, [(run.steps_before + one.step, one.loss) for one in run.metrics.steps]) for run in runs]
     yield from _curves("loss", losses, width)
     names = dict.fromkeys(best_metric(run) for run in runs if run.metrics.evaluations)
     for name in names:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median_high
@@ -249,7 +249,11 @@ def _step_curve(run: Run, value: Callable[[StepRecord], float | None], marks: Se
 
 
 def _curve(run: Run, points: Sequence[tuple[int, float]], marks: Sequence[Mark]) -> Curve:
-    return Curve(run.name, [step for step, _ in points], [value for _, value in points], marks)
+    steps, before = [run.steps_before + step for step, _ in points], run.steps_before
+    marks = [replace(mark, steps=[before + step for step in mark.steps]) for mark in marks]
+    if before:
+        marks.append(Mark("begin of a stage", steps[:1], "diamond"))
+    return Curve(run.name, steps, [value for _, value in points], marks)
 
 
 def _marks(run: Run) -> list[Mark]:

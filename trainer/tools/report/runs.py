@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ class Run:
     folder: Path
     metrics: Metrics
     state: str  # `running`, the outcome `finished`, `stopped` or `failed`, or `killed`
+    steps_before: int = 0  # of earlier stages of its recipe, which the axes of curves add
 
     @property
     def info(self) -> Mapping[str, Any]:
@@ -108,12 +109,36 @@ def _state(folder: Path, metrics: Metrics) -> str:
 
 
 def read_runs(folders: Sequence[Path], state: str | None = None) -> list[Run]:
-    """Read run folders; the shortest ends of their paths that differ name them."""
+    """Read run folders; the shortest ends of their paths that differ name them.
+
+    The folder of a recipe with stages stands for those of its stages, with one axis of steps for all curves.
+    """
+    stages = {folder: stage_folders(folder) for folder in folders}
+    if any(stages.values()):
+        return [run for folder in folders for run in _joined(stages[folder] or [folder], state)]
     parts = [folder.resolve().parts for folder in folders]
     if len(set(parts)) < len(parts):
         raise UsageError("each run must be named once, but one is named twice; remove it")
     length = next(n for n in range(1, max(map(len, parts)) + 1) if len({p[-n:] for p in parts}) == len(parts))
     return [read_run(folder, "/".join(part[-length:]), state) for folder, part in zip(folders, parts, strict=True)]
+
+
+def stage_folders(folder: Path) -> list[Path]:
+    """Return the folders of the stages that were trained in the folder of a recipe; empty: it has none."""
+    return sorted(file.parent for file in folder.glob("[0-9][0-9]-*/stage.json") if has_metrics(file.parent))
+
+
+def has_metrics(folder: Path) -> bool:
+    """Return whether a folder is that of a run."""
+    return (folder / METRICS_FILE_NAME).is_file()
+
+
+def _joined(folders: Sequence[Path], state: str | None) -> Iterator[Run]:
+    before = 0
+    for folder in folders:
+        run = read_run(folder, f"{folder.parent.name}/{folder.name}" if len(folders) > 1 else None, state)
+        yield replace(run, steps_before=before)
+        before += run.last_step
 
 
 def best_of(metrics: Metrics, metric: str) -> EvaluationRecord | None:
