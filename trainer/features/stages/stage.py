@@ -17,6 +17,8 @@ from trainer.recipe.reading.parser import Node, Problem
 
 _WEIGHTS = ("name_or_path", "revision", "tokenizer", "config", "new_tokens")
 """Keys of `model` that the model of the parent replaces."""
+_TRAINING = ("task", "data", "training", "optimizer", "schedule", "evaluation")
+"""Sections of a stage that extends a recipe, which are those of that recipe alone."""
 _MOST = 100  # characters of the name of a run
 
 
@@ -73,6 +75,9 @@ class StageTrees:
             RecipeError: the problems of the stage.
         """
         origin, layers = stage.keys.origin, [self.common, stage.base]
+        if stage.base.members:  # steps of a pretraining, for example, would end a fine-tuning
+            kept = {key: value for key, value in self.common.members.items() if key not in _TRAINING}
+            layers[0] = Node(kept, self.common.origin)
         start: dict[str, Node] = {}
         if stage.parent is not None:
             layers = [_without_weights(layer, is_base=layer is stage.base) for layer in layers]
