@@ -53,6 +53,12 @@ ELSEWHERE = {
     "python -m tests.parity.measure --weights": "tests/parity/test_measure.py::test_weights_in_bf16_are_within_the",
     "python -m tests.parity.fuzz --seed 21 --cases 1000": "tests/parity/test_fuzz.py::test_a_drawn_case_is_one_process",
     "python -m tests.parity.fuzz --seed 21 --case 505": "tests/parity/test_fuzz.py::test_a_drawn_case_is_one_process",
+    "trainer run stages_sample --processes 2": (
+        "tests/features/stages/test_sample.py::def test_the_sample_on_two_processes"
+    ),
+    "trainer plan stages_sample --gpus 1x80GiB stage=long": (
+        "tests/features/stages/test_sample.py::def test_a_plan_adds_up"
+    ),
     "trainer compare bert_sample --processes 2": "tests/tools/compare/test_compare.py::def test_on_two_ranks",
     "trainer compare bert_sample optimizer.learning_rate=1e-3,2e-3 training.micro_batch_size=12,24 --processes 2"
     " --steps 10": "tests/tools/compare/test_compare.py::def test_values_make_a_grid",

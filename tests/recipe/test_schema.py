@@ -24,7 +24,7 @@ def test_shipped_files_and_their_resolved_forms_are_valid(name: str) -> None:
     path = shipped_recipes()[name]
     VALIDATOR.validate(read_file(path)[0].plain())
     if not is_base(path):
-        VALIDATOR.validate(load_recipe(name).recipe.model_dump(mode="json"))
+        VALIDATOR.validate(load_recipe(name, is_whole=True).recipe.model_dump(mode="json"))
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,11 @@ BASES = [name for name, path in shipped_recipes().items() if is_base(path)]
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_shipped_recipe_resolves_on_one_and_two_ranks(name: str) -> None:
-    recipe = load_recipe(name).recipe
-    assert recipe.name == name
-    for ranks in (1, 2):
-        assert plan_run(recipe, ranks).batch.global_batch_size == recipe.training.global_batch_size
+    resolved = load_recipe(name, is_whole=True)
+    assert resolved.recipe.name == name
+    for one in resolved.chain.stages.values() if resolved.chain else [resolved]:
+        for ranks in (1, 2):
+            assert plan_run(one.recipe, ranks).batch.global_batch_size == one.recipe.training.global_batch_size
 
 
 @pytest.mark.parametrize("base", BASES)

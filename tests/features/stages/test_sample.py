@@ -1,0 +1,63 @@
+"""The shipped chain as a user runs, checks, plans and reports it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.features.stages.test_chain import write_chain
+from tests.helpers import processes, warm
+from trainer.cli import main
+from trainer.tools.report.runs import read_runs
+
+NAMES = ("short", "long", "decay", "topics", "names", "answers")
+
+
+@pytest.mark.nightly
+def test_the_sample_on_two_processes(tmp_path: Path):
+    words = ["run", "stages_sample", "--processes", "2", f"checkpoint.folder={tmp_path}"]
+    ended = processes.finish(warm.start(words))  # type: ignore[arg-type]
+    assert ended.returncode == 0, ended.stderr
+    runs = read_runs([tmp_path])
+    assert [run.folder.name for run in runs] == [f"{number:02d}-{name}" for number, name in enumerate(NAMES, 1)]
+    assert [run.steps_before for run in runs] == [0, 60, 90, 120, 160, 200]
+    # Continued stages begin where the one before ended; their first losses are no longer those of random weights.
+    short, long = runs[0].metrics.steps, runs[1].metrics.steps
+    assert long[0].loss < short[0].loss - 0.5
+    assert (tmp_path / "model" / "config.json").is_file()
+    assert main(["evaluate", str(tmp_path / "04-topics")]) == 0
+
+
+def test_a_check_shows_each_stage_and_its_stand_ins(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    recipe = str(write_chain(tmp_path))
+    assert main(["check", recipe, "--quick", "--json"]) == 0
+    stages = json.loads(capsys.readouterr().out)["stages"]
+    assert {name: one["recipe"]["training"]["max_steps"] for name, one in stages.items()} == {
+        "short": 8, "long": 6, "classes": 4
+    }  # fmt: skip
+    assert "weights and tokenizer of the stage short, which is not trained yet" in stages["long"]["unchecked"]
+    assert main(["check", recipe, "--quick", "stage=long"]) == 0
+    assert "stage     long" in (shown := capsys.readouterr().out)
+    assert "stage     short" not in shown
+
+
+@pytest.mark.slow
+def test_a_plan_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    recipe = str(write_chain(tmp_path))
+    words = ["plan", recipe, "--gpus", "1xA100-80", "--price-per-gpu-hour", "2"]
+    assert main([*words, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["training"]["steps"] == 8 + 6 + 4
+    for key in ("hours", "price"):
+        assert plan["training"][key] == pytest.approx(sum(one["training"][key] for one in plan["stages"].values()))
+    assert main(["plan", recipe, "--gpus", "1x80GiB", "stage=long"]) == 0
+    assert main(["plan", recipe, "--gpus", "1x80GiB", "--search"]) == 2
+    assert "choose one: stage=short" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_check_prepares_the_data_of_each_stage(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["check", str(write_chain(tmp_path))]) == 0
+    assert capsys.readouterr().out.count("no problem was found") == 3
