@@ -59,7 +59,7 @@ class TestTheKey:
                 recipe = load_recipe(name).recipe
                 found[name] = set(recipe.expects or {}) - {"source", "seeds"}
                 assert found[name] <= {*recipe.task.metrics, "loss"}, name
-        assert sum(map(bool, found.values())) >= 9
+        assert sum(map(bool, found.values())) >= 10
 
 
 class TestTheVerdict:
@@ -105,6 +105,7 @@ def test_a_recipe_without_a_result_is_refused(tmp_path: Path, sections: dict, pr
     [
         pytest.param("reward_sample", marks=pytest.mark.slow),
         pytest.param("bert_sample", marks=pytest.mark.nightly),
+        pytest.param("ner_sample", marks=pytest.mark.nightly),
     ],
 )
 def test_a_sample_is_reproduced(tmp_path: Path, name: str):
