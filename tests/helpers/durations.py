@@ -56,6 +56,9 @@ SLOW = {
     "tests/tools/compare/test_outcomes.py::test_each_run_has_the_metric_of_a_run_of_its_own": (
         "eight trainings, most of them in processes of their own"
     ),
+    "tests/tools/suite/test_suite.py::test_recipes_train_over_one_model": (
+        "eight trainings, most of them in processes of their own"
+    ),
     "tests/training/test_compiled.py::test_a_compiled_run": "each layer is traced and compiled",
     "tests/test_python_page.py::test_the_journey": "nine commands, most of them programs of their own",
     "tests/test_readme.py::test_a_page_can_be_followed": "each training of a page, one after the other",
