@@ -744,7 +744,7 @@ _TASKS = [
         "every_chosen_token_hidden",
         "Every token that masking chooses is hidden; none is replaced or kept.",
         "features/masked_lm/masking.py",
-        "share < _REPLACED, self.mask_token",
+        "share < masked, self.mask_token",
         "share < 1.0, self.mask_token",
         ("features/masked_lm/test_masking.py",),
     ),

@@ -164,10 +164,9 @@ class TrainLoader:
         chunks = self._chunks(split, row_ids)
         # The stages of a pipeline need microbatches of one width: that of the longest row of this rank.
         together = np.concatenate([row_ids[chunk.places] for chunk in chunks]) if self.plan.equal_widths else None
+        masking = self.masking and self.masking.at(step, self.total_steps)
         microbatches = [
-            collate(
-                split, row_ids[part.places], self.batching, part.places, part.filler, self.masking, rows.draw, together
-            )
+            collate(split, row_ids[part.places], self.batching, part.places, part.filler, masking, rows.draw, together)
             for part in chunks
         ]
         return RankBatch(microbatches, len(row_ids), split.num_tokens(row_ids), rows.place)

@@ -40,6 +40,10 @@ class TokenMasking(Protocol):
         """Return the tokens with masks and the labels; for arguments see `data/collate.py`."""
         ...
 
+    def at(self, step: int, total_steps: int) -> TokenMasking:
+        """Return the masking of a step (from 0) of a training; it may depend on the step."""
+        ...
+
 
 @dataclass(frozen=True)
 class Microbatch:

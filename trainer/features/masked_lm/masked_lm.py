@@ -40,6 +40,10 @@ class MaskedLMTask(TokenLabels):
 
     text_columns: tuple[str, ...]
     mask_probability: float
+    mask_probability_end: float | None
+    mask_decay: str
+    mask_units: str
+    mask_shares: Sequence[float]
     metric_names: tuple[str, ...]
     is_answering: bool = False
     beside: tuple[str, ...] = ()
@@ -47,7 +51,10 @@ class MaskedLMTask(TokenLabels):
 
     auto_class_name = "AutoModelForMaskedLM"
     card = Card("fill-mask")
-    unencoded_fields = ("mask_probability", "metric_names", "vocabulary", "takes_token_scores", "num_tokens")
+    unencoded_fields = (
+        "mask_probability", "mask_probability_end", "mask_decay", "mask_units", "mask_shares",
+        "metric_names", "vocabulary", "takes_token_scores", "num_tokens",
+    )  # fmt: skip
 
     @property
     def preview(self) -> RowPreview:
@@ -105,7 +112,12 @@ class MaskedLMTask(TokenLabels):
         return features
 
     def masking(self, tokenizer: Tokenizer, seed: int) -> Masking:
-        return Masking.of(tokenizer, self.mask_probability, seed)
+        return replace(
+            Masking.of(tokenizer, self.mask_probability, seed, self.mask_units),
+            shares=self.mask_shares,
+            last=self.mask_probability_end,
+            is_cosine=self.mask_decay == "cosine",
+        )
 
     def without_labels(self) -> MaskedLMTask:
         return replace(self, metric_names=(), is_answering=True)
