@@ -117,6 +117,7 @@ TINY_DECODERS = {
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "muon": {"optimizer": {"name": "muon", "learning_rate": 0.1}},
     "adafactor": {"optimizer": {"name": "adafactor"}},
+    "stable": {"optimizer": {"name": "stable_adamw"}},
     "8 bits": {"optimizer": {"name": "adamw_8bit"}},
     "schedule-free": {
         "optimizer": {"name": "schedule_free_adamw", "learning_rate": 1e-3},

@@ -49,6 +49,7 @@ Kind = Literal[
     "rows",  # the `RowTransform` of all recipes (`data/row_transform.py`), by its key
     "splits",  # a function that changes the rows of splits (`SplitsChange` of `training/run_data.py`), by its key
     "warnings",  # a function from prepared data to warnings (`DataWarnings` of `training/run_data.py`)
+    "batch_sizes",  # the `BatchSizes` (`recipe/plan.py`) of a training, by the key that asks for them
     # The model
     "family",  # a `ModelFamily`, by its `model_type`
     "model",  # a function that changes a `PlacedModel` (`ModelChange` of `engine/forward.py`), by its key

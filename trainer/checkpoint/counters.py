@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
@@ -25,6 +25,7 @@ class Progress:
     bad_steps: Count = 0  # steps that were not taken because they were not finite
     place: tuple[Count, Count, Count] | None = None  # of the next row, if `samples` does not give it
     best_rows: str | None = None  # the hash of the validation rows that gave `best`
+    of_tools: dict[str, list[float]] = field(default_factory=dict)  # numbers of tools that change the training
 
     def become(self, other: Progress) -> None:
         """Take over the values of another progress."""
@@ -35,11 +36,11 @@ class Progress:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Progress:
-        """Return the progress of the values that `to_json` gave, which may come from anyone; `place` may be missing.
+        """Return the progress of the values that `to_json` gave, which may come from anyone. Later keys may be missing.
 
         Raises:
             ValueError: a value is missing or unknown, or is no number that a run can count.
         """
-        if {*values, "place"} != (names := {field.name for field in fields(cls)}):
+        if {*values, "place", "of_tools"} != (names := {field.name for field in fields(cls)}):
             raise ValueError(f"`progress` must have the keys {', '.join(sorted(names))}")
         return TypeAdapter(cls).validate_python(values)

@@ -15,7 +15,10 @@ _HOW = (
     "name", "parallel", "activation_checkpointing", "compile", "cuda_graphs", "evaluation", "checkpoint", "logging",
     "data", "expects",
 )  # fmt: skip
-_HOW_TRAINING = ("micro_batch_size", "micro_batch_tokens", "stop_at_step", "check_replicas", "max_bad_steps")
+_HOW_TRAINING = (
+    "micro_batch_size", "micro_batch_tokens", "stop_at_step", "check_replicas", "max_bad_steps",
+    "on_spike", "spike_window", "spike_factor", "max_rewinds",
+)  # fmt: skip
 _WHERE_MODEL = ("name_or_path", "tokenizer", "revision")  # the weights are the checkpoint's
 _MOST, _LONGEST = 20, 200  # differences in a message, and characters of one of their values
 _ROWS = "data.train"  # the key of the hash of rows in an identity

@@ -64,6 +64,7 @@ class BatchPlan:
     micro_batch_tokens: int | None = None  # maximum tokens in one forward pass; the two numbers above are for the
     # longest rows, and a step of shorter rows has fewer microbatches
     padding_free: bool = False  # count tokens without padding
+    warmup: str = ""  # the smaller batches before, as the user sees them
 
     @property
     def microbatches_per_pass(self) -> int:
@@ -81,13 +82,42 @@ class BatchPlan:
                 f"{self.global_batch_size} rows a step = {_counted(self.data_parallel_size, 'data-parallel rank')}"
                 f" x at most {_counted(self.num_microbatches, 'microbatch', 'es')} of at most"
                 f" {self.micro_batch_tokens:,} tokens, {'without' if self.padding_free else 'with'} padding"
+                f"{self.warmup}"
             )
         return (
             f"{self.global_batch_size} rows a step = {_counted(self.data_parallel_size, 'data-parallel rank')}"
             f"{f' x {self.num_passes} passes' if self.num_passes > 1 else ''}"
             f" x {_counted(self.microbatches_per_pass, 'microbatch', 'es')} of at most"
-            f" {_counted(self.micro_batch_size, 'row')}"
+            f" {_counted(self.micro_batch_size, 'row')}{self.warmup}"
         )
+
+
+class BatchSizes:
+    """The rows of each global batch of a recipe, a function of the step only; a feature registers other sizes."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.training = recipe.training
+
+    def of_step(self, step: int) -> int:
+        """Return the rows of a step, from 0; the last step of an epoch may have fewer."""
+        return self.training.global_batch_size
+
+    def total_steps(self, num_rows: int) -> int:
+        """Return the steps of a training with epochs of `num_rows` rows."""
+        return last_step(self.training, math.ceil(num_rows / self.training.global_batch_size))
+
+    def full_steps(self, steps: int) -> float:
+        """Return the steps of the recipe's batch size with as many rows as the first `steps` steps."""
+        return steps
+
+    def checked(self, num_ranks: int) -> str:
+        """Return the sizes for the user, empty if they are equal; raise `RecipeError` if ranks cannot divide them."""
+        return ""
+
+
+def batch_sizes(recipe: Recipe) -> BatchSizes:
+    kind: type[BatchSizes] = next(iter(asked_for("batch_sizes", recipe)), BatchSizes)
+    return kind(recipe)
 
 
 def _counted(count: int, noun: str, plural: str = "s") -> str:
@@ -161,7 +191,7 @@ class RunPlan:
 
     def total_steps(self, num_rows: int) -> int:
         """Return the optimizer steps of the whole training, at which the schedule ends."""
-        return last_step(self.recipe.training, self.steps_per_epoch(num_rows))
+        return batch_sizes(self.recipe).total_steps(num_rows)
 
 
 def last_step(training: Any, steps_per_epoch: int) -> int:
@@ -271,6 +301,7 @@ def plan_run(recipe: Recipe, world_size: int, local_world_size: int | None = Non
         equal_widths=layout.pp > 1,
         micro_batch_tokens=recipe.training.micro_batch_tokens,
         padding_free=recipe.data.padding_free,
+        warmup=batch_sizes(recipe).checked(ranks),
     )
     return RunPlan(recipe, layout, batch, pipeline)
 

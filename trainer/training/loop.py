@@ -75,9 +75,11 @@ class Loop:
     stop: StopRequest
     tools: RunTools = field(default_factory=RunTools)
     has_callbacks: bool = False  # Whether `observers` holds callbacks on any rank
+    rows_per_epoch: int | None = None  # If steps differ in their rows, so that these count epochs; None: the steps do
     _failure: TrainerError | None = field(default=None, init=False)
     _begun: _BegunStep | None = field(default=None, init=False)
     _last_good: RankBatch | None = field(default=None, init=False)
+    _result: StepResult | None = field(default=None, init=False)
     _hidden: int = field(default=0, init=False)
     _places: int = field(default=0, init=False)
     _compiled: float = field(default=0.0, init=False)
@@ -165,6 +167,7 @@ class Loop:
         self._report_checkpoint()
         self._count(batch)
         self._begun = _BegunStep(self.progress.step, batch, read)
+        self.tools.after_step(self)
         return asked
 
     def _save(self, is_asked: bool) -> None:
@@ -191,19 +194,28 @@ class Loop:
         self.mesh.on_every_rank(self._flush)
         self.stop.obeyed(SAVE, STOP)
 
-    def _read_begun(self) -> StepResult | None:
-        """Return the numbers of the last step and report it if it is bad; None if they were read before."""
+    def result(self) -> StepResult:
+        """Wait for the numbers of the last step that was begun, and return them.
+
+        Raises:
+            NonFiniteError: More steps than allowed were not finite.
+        """
+        self._read_begun()
+        assert self._result is not None, "a step was begun"
+        return self._result
+
+    def _read_begun(self) -> None:
+        """Read the numbers of the last step, unless they were read before, and report it if it is bad."""
         begun, self._begun = self._begun, None
         if begun is None:
-            return None
+            return
         with self.meter.during(DEVICE):
-            result = begun.read()
+            result = self._result = begun.read()
         if result.is_bad:
             self._skip_bad_step(result, begun)
         else:
             # Its loss was finite, so it can tell later whether the weights or the rows are to blame.
             self._last_good = begun.batch
-        return result
 
     def _skip_bad_step(self, result: StepResult, begun: _BegunStep) -> None:
         """Report a step that was not taken, and end the run after too many of them."""
@@ -214,7 +226,7 @@ class Loop:
         # On all ranks, since the numbers of a step are equal on all of them.
         record = examine(begun.number, result, begun.batch, rows, self.engine, self.mesh, self._last_good)
         self.progress.bad_steps += 1
-        self._report(lambda: self.observers.bad_step(record))
+        self.report(lambda: self.observers.bad_step(record))
         allowed = self.recipe.training.max_bad_steps
         if self.progress.bad_steps > allowed:
             rate = f"(the learning rate is {result.learning_rate:.3g})"
@@ -225,7 +237,7 @@ class Loop:
             )
         self.observers.note(f"{describe(record)}; skipped, {self.progress.bad_steps} of at most {allowed} bad steps")
 
-    def _report(self, event: Callable[[], Request | None]) -> None:
+    def report(self, event: Callable[[], Request | None]) -> None:
         """Report an event to the observers, and log the numbers of their answers.
 
         Requests and errors are kept until the ranks next agree, so that all obey or exit together.
@@ -257,7 +269,7 @@ class Loop:
             self._reported = step
             store = CheckpointStore(Path(self.recipe.checkpoint.folder), self.recipe.checkpoint.keep)
             record = CheckpointRecord(step, store.path(step))
-            self._report(lambda: self.observers.checkpoint(record))
+            self.report(lambda: self.observers.checkpoint(record))
 
     def _require_reports(self) -> None:
         """Refuse to go on after a failed report: a run that resumes behind it would never make it again."""
@@ -289,13 +301,15 @@ class Loop:
     def _due(self, every: Interval | None) -> bool:
         if every is None:
             return False
-        steps = every.count * (self.steps_per_epoch if every.unit == "epochs" else 1)
+        done, period = self.progress.step, every.count
+        if every.unit == "epochs":
+            period *= self.rows_per_epoch or self.steps_per_epoch
+            done = self.progress.samples if self.rows_per_epoch else done
         # The last step is always due, whatever the interval.
-        return self.progress.step % steps == 0 or self.progress.step == self.total_steps
+        return done % period == 0 or self.progress.step == self.total_steps
 
     def _log(self) -> None:
-        result = self._read_begun()
-        assert result is not None, "the step was begun just now"
+        result = self.result()
         if self.recipe.compile:
             from trainer.models.compiled import compilations
 
@@ -312,7 +326,7 @@ class Loop:
         self._hidden = self._places = 0
         record = StepRecord(
             step=self.progress.step,
-            epoch=self.progress.step / self.steps_per_epoch,
+            epoch=self.progress.samples / rows if (rows := self.rows_per_epoch) else step / self.steps_per_epoch,
             loss=result.loss,
             grad_norm=result.grad_norm,
             learning_rate=result.learning_rate,
@@ -332,7 +346,7 @@ class Loop:
         )
         record = self.tools.completed(record, [rank.of_tools for rank in ranks], elapsed)
         with self.meter.during(OUTPUT):
-            self._report(lambda: self.observers.step(record))
+            self.report(lambda: self.observers.step(record))
             for note in self.tools.news():
                 self.observers.note(note)
 
@@ -351,7 +365,7 @@ class Loop:
         self._doing("in an evaluation")
         with self.meter.during(EVALUATION):
             record = self.validation.evaluate()
-            self._report(lambda: self.observers.evaluation(record))
+            self.report(lambda: self.observers.evaluation(record))
             if self.validation.is_best(record):
                 self._doing("exporting the best model")
                 self.validation.keep_best()

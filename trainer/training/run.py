@@ -117,6 +117,7 @@ def _train(
         stop=stop,
         tools=tools,
         has_callbacks=session.has_callbacks,
+        rows_per_epoch=data.num_train_rows if plan.batch.warmup else None,
     )
     tools.begin(parts, meter, saves)
     notes = [*notes_of(parts), *resumed, *loop.notes(), *tools.notes()]

@@ -77,9 +77,12 @@ class PreparedData:
         """
         if self.opened is not None:
             return self.opened.rows(recipe, progress)
+        mixture = self.mixture(recipe)
+        for sizes in asked_for("batch_sizes", recipe):
+            rows: TrainingRows = sizes(recipe).rows(self.train, mixture, progress.samples)
+            return rows
         size = recipe.training.global_batch_size
         lengths = self.train.lengths if recipe.data.group_by_length else None
-        mixture = self.mixture(recipe)
         order = GlobalOrder(len(self.train), lengths, size, recipe.training.seed, mixture)
         return SplitRows(self.train, order, progress.samples)
 

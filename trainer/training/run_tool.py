@@ -17,6 +17,7 @@ from trainer.training.export_check import ExportCheck
 if TYPE_CHECKING:
     from trainer.recipe.reading.loading import ResolvedRecipe
     from trainer.training.assembly import Assembly
+    from trainer.training.loop import Loop
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,9 @@ class RunTool:
         """Return a context manager around the call that begins a step."""
         return nullcontext()
 
+    def after_step(self, loop: Loop) -> None:
+        """Look at the step that was just begun, on every rank; it counts already, and is neither logged nor saved."""
+
     def seconds(self) -> tuple[float, ...]:
         """Return seconds of this rank since the last record; every rank returns equally many."""
         return ()
@@ -104,6 +108,10 @@ class RunTools:
             for tool in self._tools:
                 stack.enter_context(tool.around_step())
             yield
+
+    def after_step(self, loop: Loop) -> None:
+        for tool in self._tools:
+            tool.after_step(loop)
 
     def seconds(self) -> list[tuple[float, ...]]:
         """Return the seconds of each tool on this rank."""

@@ -31,7 +31,7 @@ class MaskedLM(TextKeys, VocabularyKeys):
     """Curve of the probability between the first step and the last."""
     mask_units: Literal["tokens", "words", "spans"] = "tokens"
     """Select each token by itself, whole words, or spans of 1 to 10 words (SpanBERT)."""
-    mask_shares: Annotated[list[Annotated[float, Field(ge=0, le=1)]], Field(min_length=3, max_length=3)] = [0.8, 0.1, 0.1]
+    mask_shares: list[Annotated[float, Field(ge=0, le=1)]] = Field(default=[0.8, 0.1, 0.1], min_length=3, max_length=3)
     """Shares of the selected tokens that become the mask token, become a random token, and stay."""
     metrics: list[Literal["accuracy", "perplexity"]] = Field(default=["accuracy"], min_length=1)
     """Share of selected tokens predicted correctly; exponential of their mean loss."""

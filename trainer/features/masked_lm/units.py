@@ -92,9 +92,9 @@ class Words:
 class Spans(Words):
     """Masking of spans of whole words, until the tokens of the wanted share are chosen.
 
-    A span begins with the word of a random token that is not chosen yet, and has 1 to 10 words. It ends before a special
-    token. The number of tokens to choose is their share of the row, rounded at random to keep its mean. The last span is
-    cut behind the word that reaches it. All tokens of a span become masks, or random tokens, or stay.
+    A span begins with the word of a random token that is not chosen yet, and has 1 to 10 words. It ends before a
+    special token. The number of tokens to choose is their share of the row, rounded at random to keep its mean. The
+    last span is cut behind the word that reaches it. All tokens of a span become masks, or random tokens, or stay.
 
     Source: Joshi et al. 2020, SpanBERT, arXiv:1907.10529, section 3.1.
     """

@@ -16,6 +16,7 @@ from trainer.features.streams.shards import Shard, find_shards, naming_waits
 from trainer.features.streams.stream_order import StreamOrder
 from trainer.features.streams.streamed_split import StreamedSplit, StreamSettings, WindowEncoder
 from trainer.features.streams.windows import Windows
+from trainer.recipe.plan import batch_sizes
 from trainer.recipe.schema import Recipe
 from trainer.tasks.task import Task
 from trainer.training.preparation import Preparation
@@ -31,8 +32,7 @@ class Stream(StreamedSplit):
 
     def rows(self, recipe: Recipe, progress: Progress) -> StreamOrder:
         """See `OpenedSplit`."""
-        size = recipe.training.global_batch_size
-        return StreamOrder(self, size, progress.step, progress.samples, progress.place)
+        return StreamOrder(self, batch_sizes(recipe).of_step, progress.step, progress.samples, progress.place)
 
 
 class StreamSource(RowSource):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -28,6 +29,7 @@ class StreamOrder:
     """The order of all global batches of a stream. The last batch of an epoch holds the remaining rows.
 
     Args:
+        size_of: returns the rows of a step.
         start_sample: the number of rows consumed in these steps.
         place: the place of the next row after them; None: the first row.
 
@@ -38,13 +40,13 @@ class StreamOrder:
     def __init__(
         self,
         split: StreamedSplit,
-        global_batch_size: int,
+        size_of: Callable[[int], int],
         first_step: int = 0,
         start_sample: int = 0,
         place: tuple[int, int, int] | None = None,
     ) -> None:
         self._split = split
-        self._size = global_batch_size
+        self._size_of = size_of
         start = StreamPlace(*(place or (0, 0, 0)))
         is_there = (place is not None or not start_sample) and start.window < len(split.windows)
         is_there = is_there and start.row < max(1, split.num_rows(start.epoch, start.window))
@@ -88,13 +90,13 @@ class StreamOrder:
         # Steps come in order nearly always, so the place of the last one is kept; an earlier step begins anew.
         number, place = self._next if step >= self._next[0] else self._first
         while number < step:
-            number, place = number + 1, self._batch(place)[1]
+            number, place = number + 1, self._batch(number, place)[1]
         self._next = (number, place)
-        return self._batch(place)
+        return self._batch(number, place)
 
-    def _batch(self, place: StreamPlace) -> tuple[list[Part], StreamPlace]:
+    def _batch(self, step: int, place: StreamPlace) -> tuple[list[Part], StreamPlace]:
         parts: list[Part] = []
-        missing, begun = self._size, place.epoch
+        missing, begun = self._size_of(step), place.epoch
         # A batch ends with its epoch, unless it would be empty.
         while missing and (place.epoch == begun or not parts):
             num_rows = self._split.num_rows(place.epoch, place.window)

@@ -14,7 +14,7 @@ import torch
 from trainer.base.errors import TrainerError, UsageError
 from trainer.checkpoint.registered import kept_in_memory
 from trainer.models.weight_files import LARGEST_FILE_BYTES
-from trainer.recipe.plan import BatchPlan, RunPlan, plan_run
+from trainer.recipe.plan import BatchPlan, RunPlan, batch_sizes, plan_run
 from trainer.recipe.reading.loading import ResolvedRecipe, load_recipe
 from trainer.recipe.schema import Recipe
 from trainer.tools.plan.hardware import Devices
@@ -338,7 +338,7 @@ def cost_of(made: RecipePlan, rows: int | None, price_of_hour: float | None) -> 
             return None
         fix = "name the GPUs, as in --gpus 8xA100-80" if made.time is None else "add --rows N or training.max_steps=N"
         raise UsageError(f"`--price-per-gpu-hour` is {price_of_hour:g}, but the hours are unknown; {fix}")
-    hours = steps * made.time.likely / 3600
+    hours = batch_sizes(made.plan.recipe).full_steps(steps) * made.time.likely / 3600
     gpu_hours = hours * made.plan.layout.world_size
     of_texts = made.plan.recipe.task.other_inputs is None
     tokens = steps * made.plan.batch.global_batch_size * made.length if of_texts else None

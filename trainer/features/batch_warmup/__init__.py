@@ -1,0 +1,1 @@
+"""Smaller global batches at the start of a training: the key `training.batch_size_warmup`."""

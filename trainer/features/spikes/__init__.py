@@ -1,0 +1,1 @@
+"""Losses that jump: the key `training.on_spike`."""
