@@ -22,7 +22,9 @@ KEY = "training.batch_size_warmup"
 
 
 def recipe_of(*overrides: str, full: int = 12) -> Recipe:
-    return load_recipe("bert_sample", [f"training.global_batch_size={full}", *overrides]).recipe
+    return load_recipe(
+        "bert_sample", ["data.group_by_length=false", f"training.global_batch_size={full}", *overrides]
+    ).recipe
 
 
 def growing(*keys: str, full: int = 12, more: tuple[str, ...] = ()) -> GrowingSizes:

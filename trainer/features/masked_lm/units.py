@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.base.errors import UsageError
+from trainer.data.order import IndexArray
 from trainer.parallel.random import uniforms
 from trainer.tasks.types import Tokenizer
 
@@ -114,14 +116,19 @@ class Spans(Words):
         return torch.from_numpy(chosen), torch.from_numpy(share)
 
 
-def _choose(chosen: Any, share: Any, ordinary: Any, firsts: Any, draws: Any, budget: int) -> None:
+def _choose(
+    chosen: NDArray[np.bool_], share: NDArray[np.float64], ordinary: IndexArray, firsts: IndexArray,
+    draws: NDArray[np.float64], budget: int,
+) -> None:  # fmt: skip
     """Choose tokens of one row, in place."""
     starts = np.unique(firsts[ordinary])
-    ends = np.searchsorted(ordinary, starts[1:], side="left")
-    ends = np.append(ordinary[ends - 1] + 1, ordinary[-1] + 1)  # behind the last token of each word
-    lengths = 1 + np.searchsorted(np.cumsum(SPAN_LENGTHS)[:-1], draws[:, 0], side="right")
-    words = np.searchsorted(starts, ordinary[(draws[:, 1] * len(ordinary)).astype(int)], side="right") - 1
-    for length, word, number in zip(lengths, words, draws[:, 2], strict=True):
+    following = np.searchsorted(ordinary, starts[1:], side="left")
+    ends: IndexArray = np.append(ordinary[following - 1] + 1, ordinary[-1] + 1)  # behind the last token of each word
+    kinds, places, numbers = draws.T
+    anchors = ordinary[(places * len(ordinary)).astype(np.int64)]
+    lengths: IndexArray = 1 + np.digitize(kinds, np.cumsum(SPAN_LENGTHS)[:-1])
+    words: IndexArray = np.digitize(anchors, starts) - 1
+    for length, word, number in zip(lengths.tolist(), words.tolist(), numbers.tolist(), strict=True):
         if budget <= 0:
             return
         if chosen[starts[word]]:
@@ -132,4 +139,4 @@ def _choose(chosen: Any, share: Any, ordinary: Any, firsts: Any, draws: Any, bud
             if not chosen[starts[each]]:
                 chosen[starts[each] : ends[each]] = True
                 share[starts[each] : ends[each]] = number
-                budget -= ends[each] - starts[each]
+                budget -= int(ends[each] - starts[each])

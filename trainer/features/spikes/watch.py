@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from statistics import median
-from typing import Any, cast
+from typing import cast
 
 from trainer.base.errors import NonFiniteError
 from trainer.checkpoint.tier import Found, Tier
@@ -89,7 +89,7 @@ class SpikeWatch(RunTool):
         loop.saver.finish()
         for tier, found in self._sound(loop):
             state, _ = tier.read(found)
-            if state is None:
+            if state is None:  # damaged
                 continue
             last = tier.last
             # The engine counts on from here: the step keys its dropout and gives its learning rate.
@@ -99,7 +99,7 @@ class SpikeWatch(RunTool):
             return found.step
         return None
 
-    def _sound(self, loop: Loop) -> Iterator[tuple[Tier, Any]]:
+    def _sound(self, loop: Loop) -> Iterator[tuple[Tier, Found]]:
         """Yield the checkpoints before a step with a regular loss, the newest first; of equal ones, the fastest."""
         every: list[tuple[Tier, Found]] = [(tier, found) for tier in loop.saver.tiers for found in tier.checkpoints()]
         ranges = [*zip(self._left_out[::2], self._left_out[1::2], strict=True)]

@@ -84,7 +84,7 @@ class StableAdamW(EngineOptimizer):
             joined = torch.cat(numbers)
             for axis in axes:
                 mesh.sum_(joined, axis)
-            torch._foreach_copy_(numbers, list(joined.split([len(part) for part in numbers])))
+            torch._foreach_copy_(numbers, list(torch.split(joined, [len(part) for part in numbers])))
 
     def _update(self, batch: Sequence[nn.Parameter], group: Mapping[str, Any], square: Tensor) -> None:
         """Update first moments and weights.
