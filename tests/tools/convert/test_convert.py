@@ -61,7 +61,7 @@ ARGUMENTS: list[tuple[dict[str, Any], str, Any]] = [
     (
         {"optim": "lomo"},
         "optimizer.name",
-        "TODO: lomo has no counterpart: adamw, sgd, adafactor, adamw_8bit, muon or schedule_free_adamw",
+        "TODO: lomo has no counterpart: adamw, sgd, adafactor, adamw_8bit, muon, schedule_free_adamw or stable_adamw",
     ),
     ({"optim": "adamw_bnb_8bit"}, "optimizer.name", "adamw_8bit"),
     ({"optim": "paged_adamw_8bit"}, "optimizer.name", "adamw_8bit"),
