@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer.observe.meter import Meter
 from trainer.observe.preview_records import Preview
@@ -17,7 +17,6 @@ from trainer.training.export_check import ExportCheck
 if TYPE_CHECKING:
     from trainer.recipe.reading.loading import ResolvedRecipe
     from trainer.training.assembly import Assembly
-    from trainer.training.loop import Loop
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,8 @@ class RunTool:
         """Return a context manager around the call that begins a step."""
         return nullcontext()
 
-    def after_step(self, loop: Loop) -> None:
-        """Look at the step that was just begun, on every rank; it counts already, and is neither logged nor saved."""
+    def after_step(self, loop: Any) -> None:
+        """Look at the step that a `Loop` has begun, on every rank; it counts, and is not yet logged or saved."""
 
     def seconds(self) -> tuple[float, ...]:
         """Return seconds of this rank since the last record; every rank returns equally many."""
@@ -109,7 +108,7 @@ class RunTools:
                 stack.enter_context(tool.around_step())
             yield
 
-    def after_step(self, loop: Loop) -> None:
+    def after_step(self, loop: Any) -> None:
         for tool in self._tools:
             tool.after_step(loop)
 
