@@ -106,7 +106,7 @@ HEADS = (
     "AutoModelForSeq2SeqLM",
     "AutoModelForImageClassification",
 )
-_DECODERS = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "olmo", "starcoder2", "exaone4", *SCALED)
+_DECODERS = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "olmo", "starcoder2", "exaone4", *SCALED, *EXPERTS)
 # Families that lie over ranks as another one does: `test_tensor_split` compares their outputs and gradients each time.
 NEAR_FAMILIES = ("roberta", "xlm-roberta", "electra", "distilbert", "mistral", "qwen2")
 

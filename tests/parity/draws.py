@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 from tests.features.deepspeed.test_keys import ZERO_VALUES, strategies_of
-from tests.helpers.families import CONFIGS, SHIPPED, VARIANTS, has_head
+from tests.helpers.families import CONFIGS, EXPERTS, SHIPPED, VARIANTS, has_head
 from tests.helpers.training import RANK_STRATEGIES, TINY_BERT, TINY_RESNET
 from tests.parity import tokens
 from tests.parity.tokens import CHATS, SHORTENED, Tokens, draw_chat, draw_tokens, few_words
@@ -102,6 +102,7 @@ class Drawn:
             found += ["sequence"] * bool(parallel.get("sequence"))
             context = parallel.get("context", 1)
             found += [f"context {context}"] * (context > 1)
+            found += [f"expert {parallel.get('expert')}"] * ("expert" in parallel)
             found += ["tensor and context"] * (parallel["tensor"] > 1 and context > 1)
             found += ["stages and context"] * (pipeline is not None and context > 1)
             found += ["without padding"] * ("data" in part.sections)
@@ -199,6 +200,9 @@ def draw(seed: int, number: int, attempt: int) -> Drawn:
         for part in parts:
             if "pipeline" not in part.sections["parallel"] and random.random() < 0.5:
                 part.sections["data"] = {"padding_free": True}
+    others = Random(f"experts {seed} {number} {attempt}")
+    if family in DECODERS and others.random() < 0.3:
+        family = _replace_by_experts(others, recipe, parts)
     return Drawn(recipe, data, num_rows, drawn_tokens, parts, family)
 
 
@@ -432,6 +436,30 @@ def _replace_data_ranks(random: Random, part: Part) -> None:
         parallel["context"] = 2
         if "shard" in parallel:
             parallel["shard"] = gcd(parallel["shard"], data_ranks // 2)
+
+
+def _replace_by_experts(random: Random, recipe: dict[str, Any], parts: tuple[Part, ...]) -> str:
+    """Replace a decoder by one with experts in fp32, divide the experts where ranks can, and return the family."""
+    kind, model = recipe["task"]["type"], recipe["model"]
+    head = HEADS.get(next((task for task, answer in ANSWERS.items() if answer == kind), kind))  # none: embeddings
+    family = random.choice([name for name in EXPERTS if name in FAMILIES and (head is None or has_head(name, head))])
+    kept = {key: value for key, value in model["config"].items() if key == "vocab_size" or key.endswith("token_id")}
+    layers = {"num_hidden_layers": random.choice((2, 2, 3, 4)), "initializer_range": 0.2}
+    model["config"] = {"model_type": family, **EXPERTS[family], **kept, **layers}
+    recipe["precision"] = "fp32"
+    if "adapter" in model and random.random() < 0.5:
+        model["adapter"] |= {"target_parameters": "all-experts", "dropout": 0.0}
+    for part in parts:
+        parallel = part.sections["parallel"]
+        parallel["sequence"] = False
+        parallel.pop("context", None)
+        ranks = part.num_ranks // parallel["tensor"] // parallel.get("pipeline", {}).get("stages", 1)
+        degrees = [degree for degree in (2, 4) if parallel.get("shard", ranks) % degree == 0]
+        if degrees and not STRATEGIES[parallel["strategy"]].package and random.random() < 0.8:
+            parallel["expert"] = random.choice(degrees)
+        if not FAMILIES[family].padding_free:
+            part.sections.pop("data", None)
+    return family
 
 
 def _degree(random: Random, ranks: int, degrees: tuple[int, ...]) -> int:

@@ -39,11 +39,12 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.families import EXPERTS
 from tests.helpers.forking import forking
 from tests.helpers.ranks import RankError, RankPools
 from tests.parity.draws import FAMILY_CONFIGS, Drawn, draw, wide
 
-_MODELS = [family.replace("-", "_") for family in FAMILY_CONFIGS]
+_MODELS = [family.replace("-", "_") for family in (*FAMILY_CONFIGS, *EXPERTS)]
 PRELOADED = (
     *("deepspeed", "datasets", "sklearn.metrics", "torch.distributed.fsdp", "torch.distributed.pipelining", "peft"),
     *(f"transformers.models.{name}.modeling_{name}" for name in _MODELS),

@@ -172,7 +172,8 @@ def _print_plan(plan: RunPlan, stages: list[StageContents] | None, everything: b
     if (everything or axes > 1) and (table := layout_lines(plan)):
         say("", *table)
     say("", f"layout    {plan.layout}", f"batch     {plan.batch}")
-    say(f"strategy  {plan.strategy.name}: {plan.strategy.summary}")
+    experts = f"; a rank holds at most 1/{plan.layout.ep} of the experts" if plan.layout.ep > 1 else ""
+    say(f"strategy  {plan.strategy.name}: {plan.strategy.summary}{experts}")
     for launch in asked_for("elastic", plan.recipe):
         say(f"elastic   {launch().summary(plan.recipe, plan.layout.world_size)}")
     if plan.pipeline is not None:

@@ -43,6 +43,12 @@ def vocabulary_size(config: Any) -> int | None:
     return size if isinstance(size, int) else None
 
 
+def number_of_experts(config: Any) -> int:
+    """Return the number of experts of a layer; 0 for a model without experts."""
+    keys = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((int(number) for key in keys if (number := getattr(config, key, None))), 0)
+
+
 _POSITIONS_AFTER_PADDING = frozenset(
     ("camembert", "data2vec-text", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta",
      "xlm-roberta-xl", "xmod")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,15 +13,18 @@ from tests.helpers.families import EXPERTS
 from tests.helpers.ranks import RankPools
 from tests.tools.plan.measured import LENGTH, measure, planned, recipe_of
 from tests.tools.plan.test_truth import MOST_OF_RANKS
+from trainer.base.errors import UsageError
+from trainer.models.configuration import number_of_experts
 from trainer.parallel.placement import EXPERT_AXIS
 from trainer.recipe.plan import Layout, plan_run
 from trainer.tools.compare.contestants import contestants
 from trainer.tools.plan.hardware import parse_devices
 from trainer.tools.plan.ledger import OPTIMIZER, PARAMETERS
 from trainer.tools.plan.recipe_plan import traffic_by_axis
-from trainer.tools.plan.searching import LayoutSearch, expert_degree, number_of_experts
+from trainer.tools.plan.searching import LayoutSearch, expert_degree
 from trainer.tools.plan.simulated_step import plan_step
 from trainer.tools.plan.timing import Link, link_of
+from trainer.tools.search.space import read_space
 
 
 def keys_of(parallel: dict[str, Any], chosen: int = 4, layers: int = 2) -> dict[str, Any]:
@@ -62,6 +66,14 @@ def test_ranks_of_experts_divide_them_and_exchange_the_chosen_rows():
     assert traffic_by_axis(divided)["alltoall_base", EXPERT_AXIS] == (20, 2 * 2 * (4 * 4 * 24 * 2 * 32 * 4 + 4 * 8))
 
 
+def test_fsdp_counts_experts_of_one_rank_as_its_other_shards():
+    keys = [keys_of({"strategy": "fsdp", "expert": number}) for number in (1, 2)]
+    sharded, divided = (plan_step(plan_run(recipe_of(one), 2), 0, LENGTH, cuda=False) for one in keys)
+    assert divided.gradients == sharded.gradients
+    # Where rows do not divide, shards are padded.
+    assert divided.loaded == sharded.loaded == pytest.approx(divided.resident[PARAMETERS], rel=0.01)
+
+
 def test_a_deep_stack_of_sharded_experts_is_shortened():
     deep, shallow = (planned(keys_of({"strategy": "fsdp", "expert": 2}, 2, n), 4, 0).traffic for n in (8, 6))
     axis = "alltoall_base", EXPERT_AXIS
@@ -95,6 +107,18 @@ def test_a_search_divides_the_experts(tmp_path: Path):
     assert "expert=2" in compared
 
 
+@pytest.mark.parametrize(("processes", "is_tried"), [(2, True), (3, False)])
+def test_a_comparison_divides_the_experts_of_a_model_by_name(processes: int, is_tried: bool):
+    overrides = ["model.name_or_path=Qwen/Qwen3-30B-A3B", "model.config=null"]
+    compared = [one.name for one in contestants("experts_sample", overrides, None, processes, 0)[1]]
+    assert ("expert=2" in compared) == is_tried
+
+
+def test_a_search_of_keys_refuses_the_axis_which_changes_no_result():
+    with pytest.raises(UsageError, match=r"`parallel\.expert` changes how a recipe trains .* `trainer plan --search`"):
+        read_space("experts_sample", ["parallel.expert=1,2"])
+
+
 def test_the_largest_degree_of_both():
     assert [expert_degree(*pair) for pair in ((128, 8), (6, 8), (6, 3), (0, 8))] == [8, 2, None, None]
-    assert number_of_experts({"n_routed_experts": 64, "num_experts": None}) == 64
+    assert number_of_experts(SimpleNamespace(n_routed_experts=64, num_experts=None)) == 64

@@ -58,6 +58,11 @@ def test_the_sample_fits_its_experts():
     assert plan_run(recipe, 8).layout.ep == 4
 
 
+def test_a_check_shows_the_share_of_experts(capsys: pytest.CaptureFixture[str]):
+    assert main(["check", "experts_sample", "parallel.expert=2", "--processes", "2", "--quick"]) == 0
+    assert "(DistributedDataParallel); a rank holds at most 1/2 of the experts\n" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_a_plan_names_the_axes_of_the_exchange_and_of_the_shards(capfd: pytest.CaptureFixture[str]):
     keys = ["parallel.expert=2", "parallel.strategy=hsdp", "parallel.shard=4"]

@@ -12,13 +12,11 @@ from torch import nn
 from trainer.base.errors import UsageError
 from trainer.features.experts.blocks import overlap_shared
 from trainer.features.experts.products import EXPERT_GROUP, EXPERT_PRODUCTS
+from trainer.models.configuration import number_of_experts
 from trainer.models.names import owner_of, replace_in
 from trainer.parallel.groups import group_size, index_in_group
 from trainer.parallel.placement import EXPERT_AXIS, REPLICAS_AXIS, ParameterPlacement, Placements, Split
 from trainer.parallel.shards.slices import part_of
-
-_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""The keys of configurations with the number of experts."""
 
 
 def divide_experts(model: Any, group: dist.ProcessGroup, placements: Placements) -> Placements:
@@ -47,8 +45,8 @@ def require_division(config: Any, num_ranks: int) -> None:
     Raises:
         UsageError: the model cannot be divided.
     """
-    count = next((value for key in _KEYS if (value := getattr(config, key, None))), None)
-    if count is None or config._experts_implementation != EXPERT_PRODUCTS:
+    count = number_of_experts(config)
+    if not count or config._experts_implementation != EXPERT_PRODUCTS:
         raise UsageError(
             f"`parallel.expert` is {num_ranks}, but the family {config.model_type} has no experts that can be divided;"
             " set it to 1"

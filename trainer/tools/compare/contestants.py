@@ -18,7 +18,7 @@ from trainer.checkpoint.identity import identity
 from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.schema import Recipe
 from trainer.recipe.strategies import STRATEGIES, Strategy
-from trainer.tools.plan.searching import changing, layouts, number_of_experts
+from trainer.tools.plan.searching import changing, layouts, planned_experts
 
 Kind = Literal["layout", "precision", "training"]
 """The keys in which two recipes differ: of the layout alone; of layout, precision and weights; of the training."""
@@ -70,8 +70,9 @@ def contestants(
     else:
         given = {word.partition("=")[0] for word in common}
         keys = own.model_dump(mode="json")
-        has_experts = number_of_experts(own.model.config or {}) > 0
-        found = [changing(layout, keys, given) for layout in _sensible(processes, gpus, has_experts)]
+        experts = planned_experts(own) if processes % 2 == 0 else 0
+        divides = experts > 0 and experts % 2 == 0
+        found = [changing(layout, keys, given) for layout in _sensible(processes, gpus, divides)]
     return common, [Contestant(layout, _ranks(recipe, common, layout, processes)) for layout in dict.fromkeys(found)]
 
 
@@ -121,14 +122,13 @@ def _lines(file: Path) -> Iterator[tuple[str, ...]]:
         raise UsageError(f"`--layouts` is {file}, which names no layout; write overrides, a layout a line")
 
 
-def _sensible(processes: int, gpus: int, has_experts: bool) -> Iterator[tuple[str, ...]]:
+def _sensible(processes: int, gpus: int, divides_experts: bool) -> Iterator[tuple[str, ...]]:
     """Yield layouts: the recipe's, each strategy, two ranks of each axis, two stages, recomputation, precisions."""
     yield ()
     for row, tensor, stages, words in layouts(processes, processes):
         if _is_compared(row, processes, tensor * stages):
             yield words
-    if processes % 2 == 0:
-        yield from ((f"{one.name}=2",) for one in registered("experts") if has_experts)
+    yield from ((f"{one.name}=2",) for one in registered("experts") if divides_experts)
     for axis in registered("axis"):
         if processes % 2 == 0:
             yield ("parallel.tensor=1", "parallel.sequence=false", "parallel.pipeline.stages=1", f"{axis.name}=2")

@@ -159,6 +159,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._inside: list[str] = []  # the modules in a forward pass, innermost last
         self._behind = ""  # the module in a backward pass
         self._has_passed = False  # whether the last pass was a backward pass
+        self._copies_gradients = False  # whether the next copy is of gradients that FSDP does not send
         # a collective that is not waited for at once, with its node of autograd and the next one
         self._message: tuple[Collective, list[Any]] | None = None
         self._hooks = ExitStack()
@@ -338,6 +339,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             component = on_host(TEMPORARY)
         for tensor in outputs:
             self._add(tensor.untyped_storage(), component)
+        self._follow_copies(function, args, inputs)
         if function.namespace == "c10d":
             self._count_collective(function, args, inputs)
         elif function.namespace != "profiler":  # marks for profilers; the first optimizer of a class adds more of them
@@ -345,6 +347,14 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.totals.work[kind] = plus(self.totals.work.get(kind, NOTHING), amount)
             self._count_behind(kind, amount)
         return result
+
+    def _follow_copies(self, function: Any, args: Any, inputs: list[Tensor]) -> None:
+        """Count the gradients of a group of FSDP with one rank, which copies them in place of a reduce-scatter."""
+        if function is torch.ops.fsdp.chunk_cat.default and args[2] == 1:
+            self._copies_gradients = True
+        elif self._copies_gradients and function is torch.ops.aten.copy_.default:
+            self._copies_gradients = False
+            self._assign(args[0].untyped_storage(), GRADIENTS)
 
     def _count_behind(self, kind: Kind, amount: Amount) -> None:
         """Count an operation that the node after that of a message computes, before it waits."""

@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 from trainer.base.errors import TrainerError, UsageError
 from trainer.base.extensions import registered
 from trainer.base.text import dotted_leaves
-from trainer.models.configuration import load_config, max_positions
+from trainer.models.configuration import load_config, max_positions, number_of_experts
 from trainer.ranks.environment import available_cores
 from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.reading.loading import ResolvedRecipe, load_recipe
 from trainer.recipe.reading.overrides import override_layer
 from trainer.recipe.schedules import SCHEDULES
+from trainer.recipe.schema import Recipe
 from trainer.recipe.strategies import STRATEGIES, Strategy
 from trainer.tools.plan.hardware import Devices
 from trainer.tools.plan.recipe_plan import Choice, RecipePlan, plan_recipe
@@ -43,7 +44,6 @@ MOST_SHOWN = 10
 
 _TENSOR, _STAGES = (1, 2, 4, 8), (1, 2, 4, 8)
 _EXPERTS = (8, 4, 2)
-_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")  # of configurations
 # gpipe has the bubble of 1f1b, and keeps more activations.
 _SCHEDULES = tuple(sorted(set(SCHEDULES) - {"gpipe"}, key=lambda name: (name != "1f1b", name)))
 _VARIANTS_AT_ONCE = 4
@@ -115,9 +115,13 @@ def layouts(local: int, world: int) -> Iterator[tuple[Strategy, int, int, tuple[
                 )
 
 
-def number_of_experts(config: Mapping[str, Any]) -> int:
-    """Return the experts of a layer by the values of a configuration; 0 without any."""
-    return next((int(config[key]) for key in _EXPERT_KEYS if config.get(key)), 0)
+def planned_experts(recipe: Recipe) -> int:
+    """Return the number of experts of a layer; 0 without any, or if the model's configuration cannot be read."""
+    # The devices may have no place for the recipe's own layout.
+    alone = recipe.model_copy(update={"parallel": type(recipe.parallel)()})
+    with suppress(TrainerError):
+        return number_of_experts(_config(plan_run(alone, 1)))
+    return 0
 
 
 def expert_degree(experts: int, ranks: int) -> int | None:
@@ -333,9 +337,7 @@ class LayoutSearch:
 
     @cached_property
     def _num_experts(self) -> int:
-        with suppress(TrainerError):  # the devices may have no place for the recipe's own layout
-            return number_of_experts(_config(self._run_plan()).to_dict())
-        return 0
+        return planned_experts(load_recipe(self._recipe, self._overrides, needs_data=False).recipe)
 
     def _is_tried(self, row: Strategy, data_ranks: int, stages: int) -> bool:
         """Return whether a search plans a strategy; it plans the one that the user gave in any case."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -326,10 +327,13 @@ def _loaded(plan: RunPlan, built: Sequence[PlacedModel]) -> int:
     """
     if is_loaded_whole(plan.recipe.model, built[-1].model):
         return sum(map(_weights, [planned_model(plan).on_meta(), *(part.model for part in built[:-1])]))
-    whole = sum(_weights(part.model) for part in built)
-    if not plan.strategy.cuts_parameters or (plan.strategy.package and plan.layout.ranks_per_row > 1):
-        return whole
-    return -(-whole // plan.layout.dp_shard)
+    divided = Counter[int]()  # bytes by the number of ranks that load shares of them
+    for part in built:
+        placements = part.placements
+        for name, parameter in part.model.named_parameters():
+            share = part.cut.share_of(placements[name])
+            divided[share.size if share else 1] += parameter.nbytes
+    return sum(-(-num_bytes // size) for size, num_bytes in divided.items())
 
 
 def _weights(model: nn.Module) -> int:

@@ -25,8 +25,19 @@ def adapter(draft: Draft, on: Item, items: Mapping[str, Item | None], dora: Item
             continue
         if item.value is None and key in ("rank", "alpha"):
             draft.refuse(f"model.adapter.{key}", f"`{item.name}` has no default there", item)
+        elif key == "target_parameters":
+            _parameters(draft, item)
         elif item.value is not None:
             draft.take(f"model.adapter.{key}", item.value, item)
+
+
+def _parameters(draft: Draft, item: Item) -> None:
+    """Propose the matrices of experts of an adapter; PEFT can also adapt the weights of layers by their names."""
+    path, names = "model.adapter.target_parameters", draft.names(item)
+    if others := [name for name in names if name.endswith("weight")]:
+        draft.refuse(path, f"{others[0]} is no matrix of experts; write it without .weight in `targets`", item)
+    elif names:
+        draft.take(path, names, item)
 
 
 def targets(draft: Draft, item: Item | None, all_linear: Item | None = None) -> None:

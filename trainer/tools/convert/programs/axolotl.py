@@ -30,6 +30,7 @@ _LORA = {
     "rank_pattern": "lora_rank_pattern",
     "alpha_pattern": "lora_alpha_pattern",
     "rank_stabilised": "peft_use_rslora",
+    "target_parameters": "lora_target_parameters",
     "trainable_tokens": "peft_trainable_token_indices",
 }
 _LOSSES = {"dpo": "dpo", "ipo": "ipo", "orpo": "orpo", "kto": "kto", "simpo": "simpo"}

@@ -15,7 +15,7 @@ from trainer.tools.convert.sources import Item, Sources, Tool
 _TA = Tool.TRAINING_ARGUMENTS
 _LORA = {
     "rank": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout", "modules_to_save": "lora_modules_to_save",
-    "rank_stabilised": "use_rslora",
+    "rank_stabilised": "use_rslora", "target_parameters": "lora_target_parameters",
 }  # fmt: skip
 _TYPES = {
     Tool.TRL_SFT: "causal_lm", Tool.TRL_DPO: "preference", Tool.TRL_KTO: "preference", Tool.TRL_REWARD: "reward_model",
