@@ -373,8 +373,17 @@ def _read(file: Path) -> Any:
 
 def parity() -> str:
     """Return the parity table from the figures of the last measurement."""
+    return _parity("rows")
+
+
+def parity_of_experts() -> str:
+    """Return the parity table of a mixture of experts from the same measurement."""
+    return _parity("experts")
+
+
+def _parity(kind: str) -> str:
     measured = _read(PARITY)
-    rows = [(row["layout"], *(f"{figure:.0e}" for figure in row["differences"])) for row in measured["rows"]]
+    rows = [(row["layout"], *(f"{figure:.0e}" for figure in row["differences"])) for row in measured[kind]]
     return _table(("", *measured["columns"]), rows)
 
 
@@ -734,6 +743,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "model_cuts": _model_cuts,
     "operations": lambda: operations(_read(OPERATIONS), _read(COMPILED_LAYERS)),
     "parity": parity,
+    "parity_of_experts": parity_of_experts,
     "pipeline_families": _pipeline_families,
     "schedules": _schedules,
     "shipped": _shipped,

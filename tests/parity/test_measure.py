@@ -9,7 +9,16 @@ import pytest
 from docs.generate import PARITY
 from tests.helpers.ranks import RankPools
 from tests.parity.cases import TOLERANCES
-from tests.parity.measure import COLUMNS, LAYOUTS, WITHOUT, Measured, label, weights_in_bf16
+from tests.parity.measure import (
+    COLUMNS,
+    EXPERT_LAYOUTS,
+    LAYOUTS,
+    OF_EXPERTS,
+    WITHOUT,
+    Measured,
+    label,
+    weights_in_bf16,
+)
 
 BF16_EPSILON = 2**-7
 BOUNDS = (1e-5, 1e-4, BF16_EPSILON, 4 * BF16_EPSILON, 1e-5, 1e-11)  # the guarantee, by column
@@ -30,6 +39,9 @@ def test_shown_tolerances_equal_the_measured_and_promised():
     assert list(rows) == [*(label(*layout) for layout in LAYOUTS), WITHOUT]
     assert is_beyond_it_everywhere(rows.pop(WITHOUT)), "the table would show a failure"
     assert all(map(is_within_the_promise, rows.values()))
+    experts = {row["layout"]: row["differences"] for row in shown["experts"]}
+    assert list(experts) == list(EXPERT_LAYOUTS)
+    assert all(map(is_within_the_promise, experts.values()))
 
 
 @pytest.mark.slow
@@ -40,6 +52,13 @@ def test_the_table_is_within_the_promise(ranks: RankPools):
     assert is_within_the_promise(cells), cells
     torchs_own = measured.differences(2, 6, layout_invariant_dropout=False)
     assert is_beyond_it_everywhere(torchs_own), torchs_own
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+def test_the_table_of_experts_is_within_the_promise(ranks: RankPools, layout: str):
+    cells = Measured(ranks, **OF_EXPERTS).differences(*EXPERT_LAYOUTS[layout])
+    assert is_within_the_promise(cells), cells
 
 
 @pytest.mark.nightly

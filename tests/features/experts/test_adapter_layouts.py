@@ -50,7 +50,9 @@ CASES = {
     "int8": model_of("mixtral", quantization="int8"),
     "deepseek_v3": model_of("deepseek_v3", adapter={**ADAPTER, "targets": "all-linear"}),
     "gpt_oss": model_of("gpt_oss", adapter={**ADAPTER, "target_parameters": ["experts.down_proj"]}),
+    "deep": model_of("qwen3_moe"),
 }
+CASES["deep"]["config"]["num_hidden_layers"] = 4  # for two stages on each rank
 
 
 def recipe_of(case: str, sgd: bool, keys: dict[str, Any]) -> Recipe:
@@ -82,6 +84,20 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
         4,
         {"parallel": {"strategy": "fsdp", "expert": 2}, "training": {"micro_batch_size": 1}, **RECOMPUTED},
     ),
+    "hsdp-expert": (
+        4,
+        {"parallel": {"strategy": "hsdp", "shard": 2, "expert": 2}, "training": {"micro_batch_size": 1}},
+    ),
+    "expert-interleaved": (
+        4,
+        {
+            "parallel": {
+                "strategy": "ddp",
+                "expert": 2,
+                "pipeline": {"stages": 2, "schedule": "interleaved_1f1b"},
+            }
+        },
+    ),
     "expert-tensor-pipeline": (
         8,
         {"parallel": {"strategy": "ddp", "expert": 2, "tensor": 2, "pipeline": {"stages": 2}}},
@@ -103,6 +119,8 @@ PAIRS = [
     *(pytest.param("gpt_oss", layout, marks=pytest.mark.nightly) for layout in ("fsdp-accumulated", "pipeline")),
     pytest.param("qwen2_moe", "fsdp-tensor-pipeline", marks=pytest.mark.slow),
     pytest.param("deepseek_v3", "tensor-accumulated", marks=pytest.mark.nightly),
+    pytest.param("mixtral", "hsdp-expert", marks=pytest.mark.nightly),
+    pytest.param("deep", "expert-interleaved", marks=pytest.mark.nightly),
 ]
 
 
@@ -117,11 +135,20 @@ def in_precision(precision: str, keys: dict[str, Any]) -> Curve:
     return train_tiny(recipe_of("mixtral", False, {**keys, "precision": precision}), num_rows=FEW_ROWS)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.slow
-def test_low_precision_is_that_of_one_process(ranks: RankPools, precision: str):
-    world_size, keys = LAYOUTS["fsdp-accumulated"]
-    expected = in_precision(precision, {})
+@pytest.mark.parametrize(
+    ("precision", "layout"),
+    [
+        *(pytest.param(one, "fsdp-accumulated", marks=pytest.mark.slow) for one in ("bf16", "fp16")),
+        *(
+            pytest.param(one, layout, marks=pytest.mark.nightly)
+            for one in ("bf16", "fp16")
+            for layout in ("expert", "fsdp-expert-accumulated", "hsdp-expert")
+        ),
+    ],
+)
+def test_low_precision_is_that_of_one_process(ranks: RankPools, precision: str, layout: str):
+    world_size, keys = LAYOUTS[layout]
+    expected = once(f"the adapter of experts in {precision}", lambda: in_precision(precision, {}))
     assert expected.losses != reference("mixtral")[0].losses
     for found in ranks(world_size).run(in_precision, precision, keys):
         assert_same_curve(found, expected, TOLERANCES[precision])

@@ -119,6 +119,7 @@ SIX = {"num_local_experts": 6}
 STAGES = {"pipeline": {"stages": 2}}
 ZERO_BUBBLE = {"pipeline": {"stages": 2, "schedule": "zero_bubble"}}
 HOW = {"activation_checkpointing": "full"}
+MUON = {"optimizer": {"name": "muon", "learning_rate": 1e-3}}  # experts and routers train with AdamW
 SLOW = [
     Layout(3, 3, config=SIX),
     Layout(4, 2, "fsdp", micro_batch_size=2),
@@ -152,6 +153,8 @@ NIGHTLY = [
     Layout(8, 2, "hsdp", parallel={"shard": 4}, micro_batch_size=3, batch=24),
     Layout(8, 2, "fsdp", parallel={"tensor": 2, "pipeline": {"stages": 2}}, model_type="qwen3_moe"),
     Layout(2, 2, parallel={"communication": {"gradients": "bf16"}}),
+    Layout(2, 2, sections=MUON),
+    Layout(4, 2, "fsdp", sections=MUON, model_type="qwen3_moe", micro_batch_size=1),
     *(Layout(2, 2, model_type=name) for name in EXPERTS if name != "mixtral"),
 ]
 
