@@ -201,7 +201,10 @@ def draw(seed: int, number: int, attempt: int) -> Drawn:
             if "pipeline" not in part.sections["parallel"] and random.random() < 0.5:
                 part.sections["data"] = {"padding_free": True}
     others = Random(f"experts {seed} {number} {attempt}")
-    if family in DECODERS and others.random() < 0.3:
+    # Few layouts have tensor and context ranks, so they keep their family.
+    cuts = [part.sections["parallel"] for part in parts]
+    is_cut_twice = any(cut["tensor"] > 1 and cut.get("context", 1) > 1 for cut in cuts)
+    if family in DECODERS and not is_cut_twice and others.random() < 0.3:
         family = _replace_by_experts(others, recipe, parts)
     return Drawn(recipe, data, num_rows, drawn_tokens, parts, family)
 
@@ -443,6 +446,7 @@ def _replace_by_experts(random: Random, recipe: dict[str, Any], parts: tuple[Par
     kind, model = recipe["task"]["type"], recipe["model"]
     head = HEADS.get(next((task for task, answer in ANSWERS.items() if answer == kind), kind))  # none: embeddings
     family = random.choice([name for name in EXPERTS if name in FAMILIES and (head is None or has_head(name, head))])
+    known = FAMILIES[family]
     kept = {key: value for key, value in model["config"].items() if key == "vocab_size" or key.endswith("token_id")}
     layers = {"num_hidden_layers": random.choice((2, 2, 3, 4)), "initializer_range": 0.2}
     model["config"] = {"model_type": family, **EXPERTS[family], **kept, **layers}
@@ -452,12 +456,14 @@ def _replace_by_experts(random: Random, recipe: dict[str, Any], parts: tuple[Par
     for part in parts:
         parallel = part.sections["parallel"]
         parallel["sequence"] = False
-        parallel.pop("context", None)
-        ranks = part.num_ranks // parallel["tensor"] // parallel.get("pipeline", {}).get("stages", 1)
+        if not (known.tensor and known.tensor.context_parallel):
+            parallel.pop("context", None)
+        cuts = parallel["tensor"] * parallel.get("context", 1) * parallel.get("pipeline", {}).get("stages", 1)
+        ranks = part.num_ranks // cuts
         degrees = [degree for degree in (2, 4) if parallel.get("shard", ranks) % degree == 0]
         if degrees and not STRATEGIES[parallel["strategy"]].package and random.random() < 0.8:
             parallel["expert"] = random.choice(degrees)
-        if not FAMILIES[family].padding_free:
+        if not known.padding_free:
             part.sections.pop("data", None)
     return family
 
