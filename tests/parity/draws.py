@@ -448,8 +448,10 @@ def _replace_by_experts(random: Random, recipe: dict[str, Any], parts: tuple[Par
     family = random.choice([name for name in EXPERTS if name in FAMILIES and (head is None or has_head(name, head))])
     known = FAMILIES[family]
     kept = {key: value for key, value in model["config"].items() if key == "vocab_size" or key.endswith("token_id")}
-    layers = {"num_hidden_layers": random.choice((2, 2, 3, 4)), "initializer_range": 0.2}
-    model["config"] = {"model_type": family, **EXPERTS[family], **kept, **layers}
+    dense = model["config"]
+    layers = dense.get("num_hidden_layers") or dense["n_layer"]  # as many as the layouts were drawn for
+    sizes = {"num_hidden_layers": layers, "initializer_range": 0.2}
+    model["config"] = {"model_type": family, **EXPERTS[family], **kept, **sizes}
     recipe["precision"] = "fp32"
     if "adapter" in model and random.random() < 0.5:
         model["adapter"] |= {"target_parameters": "all-experts", "dropout": 0.0}
