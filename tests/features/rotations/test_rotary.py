@@ -7,8 +7,18 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import CohereConfig, CohereModel, LlamaConfig, LlamaModel, ModernBertConfig, ModernBertModel
+from transformers import (
+    CohereConfig,
+    CohereModel,
+    GptOssConfig,
+    GptOssModel,
+    LlamaConfig,
+    LlamaModel,
+    ModernBertConfig,
+    ModernBertModel,
+)
 from transformers.models.cohere import modeling_cohere
+from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama import modeling_llama
 from transformers.models.modernbert import modeling_modernbert
 
@@ -90,3 +100,9 @@ def test_rotations_that_round_products_stay():
     original = modeling_llama.apply_rotary_pos_emb
     with CheapRotation(LlamaModel(LlamaConfig(**SIZES))):
         assert modeling_llama.apply_rotary_pos_emb is original
+
+
+def test_rotations_with_other_cosines_stay():
+    original = modeling_gpt_oss.apply_rotary_pos_emb
+    with CheapRotation(GptOssModel(GptOssConfig(**SIZES, num_key_value_heads=2, num_local_experts=2))):
+        assert modeling_gpt_oss.apply_rotary_pos_emb is original

@@ -85,7 +85,10 @@ def _rotates_in_fp32(rotate: Callable[..., tuple[Tensor, Tensor]]) -> bool:
     x = torch.linspace(-2, 3, 256).view(1, 1, 16, 16)
     angles = torch.linspace(0, 5, 256).view(1, 16, 16)
     q, k, cos, sin = (tensor.bfloat16() for tensor in (x, x.flip(2), angles.cos(), angles.sin()))
-    pairs = zip(rotate(q, k, cos, sin), _apply(q, k, cos, sin), strict=True)
+    try:
+        pairs = zip(rotate(q, k, cos, sin), _apply(q, k, cos, sin), strict=True)
+    except RuntimeError:  # that of gpt-oss takes a cosine for two features
+        return False
     differing = sum(int(one.ne(other).sum()) for one, other in pairs)
     return differing <= _ROUNDED_ONCE
 
