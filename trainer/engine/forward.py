@@ -218,7 +218,7 @@ class ModelForward:
 
         If the rows of `batch` depend on each other, a first pass computes their losses. `scale` is that of the loss.
         """
-        self._step = step
+        self._step, self._task = step, self._task.at_step(step)
         # Reset before the first pass: losses of the previous batch must not enter this one.
         self._num_rows, self._joint = batch.num_rows, None
         with self._rounded.use() if self._rounded else nullcontext():

@@ -105,6 +105,10 @@ class Loss(ABC):
         """
         return None
 
+    def at_step(self, step: int) -> Self:
+        """Return the task with the weights of its loss after `step` steps."""
+        return self
+
     def row_labels(self, labels: Tensor) -> Tensor:
         """Return the labels that `joint_losses` needs, of one shape in all microbatches; `[batch, 0]`: none."""
         return labels

@@ -145,7 +145,7 @@ def model_folder(recipe: Recipe) -> ModelFolder | None:
         TrainerError: they do not fit the recipe, or cannot be read.
     """
     reader = recipe.task.folder_reader
-    folder: ModelFolder | None = resolved(reader)(recipe) if reader and not recipe.model.is_random else None
+    folder: ModelFolder | None = resolved(reader)(recipe) if reader else None
     return folder
 
 

@@ -15,10 +15,18 @@ from tests.parity.test_tasks import (
 )
 
 QUICK = {"embedding": ("fsdp-accumulated",)}
-FURTHER = {"embedding": (*CUTS, "zero3-tensor"), "embedding_duplicates": CUTS[:1]}
+FURTHER = {
+    "embedding": (*CUTS, "zero3-tensor"),
+    "embedding_duplicates": CUTS[:1],
+    "sparse_embedding": ("fsdp-accumulated", "tensor-sequence-accumulated"),
+    "multi_vector_embedding": ("fsdp-accumulated", "pipeline"),
+    "multi_vector_taught": (),
+}
 
 
-@pytest.mark.parametrize("task", ["embedding", pytest.param("embedding_duplicates", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "task", ["embedding", *(pytest.param(task, marks=pytest.mark.slow) for task in FURTHER if task != "embedding")]
+)
 def test_accumulation_on_one_process_changes_nothing(task: str):
     assert_accumulation_changes_nothing(task)
 

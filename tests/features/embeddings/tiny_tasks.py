@@ -15,6 +15,7 @@ from tests.helpers.training import NUM_ROWS, TINY_BERT, TinyTask, tiny_tuples
 from trainer.data.collate import Padding
 from trainer.data.split import EncodedSplit
 from trainer.features.embeddings.embedding import EmbeddingTask
+from trainer.features.embeddings.multi_vector import MultiVectorTask
 from trainer.features.embeddings.names import DenseLayer
 from trainer.recipe.schema import Recipe
 from trainer.tasks.task import Task
@@ -47,14 +48,63 @@ def with_dense_layers(task: Task, recipe: Recipe) -> Task:
     return replace(task, dense=_dense_layers(recipe.model.config["hidden_size"])) if task.learns_temperature else task
 
 
+def with_token_vectors(task: Task, recipe: Recipe) -> Task:
+    """Add the linear layer and the number of tokens, which a preparation adds."""
+    layer = DenseLayer("", "1_Dense", recipe.model.config["hidden_size"], 6, False, "torch.nn.modules.linear.Identity")
+    assert isinstance(task, MultiVectorTask)
+    return replace(task, dense=(layer,), tokens=18)
+
+
+def tiny_taught(num_rows: int = NUM_ROWS) -> EncodedSplit:
+    """Return the rows of `tiny_tuples` with a teacher's scores of the documents."""
+    split = tiny_tuples(num_rows)
+    split.arrays["labels"] = np.random.default_rng(2).normal(size=(num_rows, 2))
+    return split
+
+
+_JOINT = "each loss of this task depends on all rows"
 TASKS = {
+    "sparse_embedding": TinyTask(
+        {
+            "type": "sparse_embedding",
+            "texts": ["a", "b", "c"],
+            "query_flops": 0.5,
+            "document_flops": 0.3,
+            "flops_warmup": 3,
+        },
+        {"config": {**TINY_BERT, "initializer_range": 0.2}, "tokenizer": "none"},
+        tiny_tuples,
+        Padding(0),
+        graphs_refusal=_JOINT,
+    ),
+    "multi_vector_embedding": TinyTask(
+        {"type": "multi_vector_embedding", "texts": ["a", "b", "c"], "dimensions": 6, "temperature": 0.3},
+        {"config": {**TINY_BERT, "initializer_range": 0.2}, "tokenizer": "none"},
+        tiny_tuples,
+        Padding(0),
+        with_token_vectors,
+        graphs_refusal=_JOINT,
+    ),
+    "multi_vector_taught": TinyTask(
+        {
+            "type": "multi_vector_embedding",
+            "texts": ["a", "b", "c"],
+            "dimensions": 6,
+            "loss": "margin_mse",
+            "score": "score",
+        },
+        {"config": {**TINY_BERT, "initializer_range": 0.2}, "tokenizer": "none"},
+        tiny_taught,
+        Padding(0),
+        with_token_vectors,
+    ),
     "embedding": TinyTask(
         {"type": "embedding", "texts": ["a", "b", "c"]},
         {"config": {**TINY_BERT, "initializer_range": 0.2}, "tokenizer": "none"},
         tiny_tuples,
         Padding(0),
         with_dense_layers,
-        graphs_refusal="each loss of this task depends on all rows",
+        graphs_refusal=_JOINT,
     ),
     "embedding_duplicates": TinyTask(
         {
@@ -69,6 +119,6 @@ TASKS = {
         tiny_duplicates,
         Padding(0),
         with_dense_layers,
-        graphs_refusal="each loss of this task depends on all rows",
+        graphs_refusal=_JOINT,
     ),
 }

@@ -21,10 +21,11 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.base.errors import DataError, UsageError
 from trainer.features.embeddings.head import SentenceHead
-from trainer.features.embeddings.names import POOLINGS, DenseLayer
+from trainer.features.embeddings.names import PAIR_LOSSES, POOLINGS, TEACHER_LOSSES, DenseLayer
 from trainer.features.embeddings.prompts import Prompts
 from trainer.features.embeddings.retrieval import Retrieval
-from trainer.features.embeddings.section import Embedding
+from trainer.features.embeddings.section import Embedding, TextTuples
+from trainer.features.embeddings.teaching import teacher_losses, teacher_scores
 from trainer.parallel.microbatch import POOLED
 from trainer.recipe.schema import TaskKeys
 from trainer.tasks.exported import Card, ExportedFolder, Program
@@ -36,7 +37,7 @@ from trainer.tasks.text.columns import cell, finite_numbers, require_columns, re
 from trainer.tasks.text.tied_texts import first_of_equal
 from trainer.tasks.types import Dataset, Encoded, EvaluatedSplit, Tokenizer
 
-Loss = Literal["multiple_negatives", "cosine", "cosent", "angle"]
+Loss = Literal["multiple_negatives", "cosine", "cosent", "angle", "margin_mse", "kl_divergence"]
 
 _DECODERS_WITHOUT_MASK = frozenset(("bert-generation", "xlnet"))
 """Model types that predict next tokens only if they are set up so; they see all tokens by default."""
@@ -61,7 +62,8 @@ class EmbeddingTask(SeveralTexts):
 
     # the columns of anchor, positive and negatives; after `without_labels`, the first column only
     text_columns: tuple[str, ...]
-    score_column: str | None  # the column of the similarity of two texts; None for `multiple_negatives`
+    # the column of the similarity of two texts, or of a teacher's scores; None for `multiple_negatives`
+    score_column: str | None
     poolings: tuple[str, ...]  # how the states of the tokens become one embedding; several are joined
     normalize: bool  # whether embeddings have a length of 1
     loss: Loss
@@ -81,12 +83,14 @@ class EmbeddingTask(SeveralTexts):
     learns_temperature: bool = False
     dense: tuple[DenseLayer, ...] = ()  # the dense layers after the pooling
     pools_prompt: bool = True  # whether the pooling takes the tokens of prompts
+    teacher_temperature: float = 1.0  # the divisor of a teacher's scores in a divergence
 
     recipe_type = "embedding"
     auto_class_name = "AutoModel"
     card = Card("feature-extraction", peft_type="FEATURE_EXTRACTION", program=_PROGRAM, usage=_USAGE)
     unencoded_fields = (
-        "poolings", "normalize", "temperature", "metric_names", "dimensions", "learns_temperature", "dense"
+        "poolings", "normalize", "temperature", "metric_names", "dimensions", "learns_temperature", "dense",
+        "teacher_temperature",
     )  # fmt: skip
     rows_are_labels = True
     unused_modules = ("pooler",)
@@ -94,22 +98,28 @@ class EmbeddingTask(SeveralTexts):
     @property
     def preview(self) -> RowPreview:
         negatives = (f"negative {number}" for number in range(1, len(self.text_columns) - 1))
-        return RowPreview(roles=() if self.score_column else ("anchor", "positive", *negatives))
+        return RowPreview(roles=() if self.scores_pairs else ("anchor", "positive", *negatives))
 
     @classmethod
     def of(cls, section: TaskKeys, **given: Any) -> Task:
-        assert isinstance(section, Embedding)
-        sizes = section.dimensions or []
+        assert isinstance(section, TextTuples)
+        if isinstance(section, Embedding):
+            sizes = section.dimensions or []
+            given |= {
+                "poolings": (section.pooling or "mean",),
+                "normalize": section.normalize is not False,
+                "learns_temperature": section.learn_temperature,
+                "dimensions": tuple(zip(sizes, section.dimension_weights or [1.0] * len(sizes), strict=True)),
+            }
+        prompts = Prompts(section.query_prompt, section.document_prompt)
         return super().of(
-            section,
-            text_columns=tuple(section.texts),
-            poolings=(section.pooling or "mean",),
-            normalize=section.normalize is not False,
-            prompts=Prompts(section.query_prompt, section.document_prompt),
-            learns_temperature=section.learn_temperature,
-            dimensions=tuple(zip(sizes, section.dimension_weights or [1.0] * len(sizes), strict=True)),
-            **given,
+            section, text_columns=tuple(section.texts), prompts=prompts, has_roles=section.has_roles, **given
         )
+
+    @property
+    def scores_pairs(self) -> bool:
+        """Whether rows are two texts with their similarity."""
+        return self.loss in PAIR_LOSSES
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -121,7 +131,7 @@ class EmbeddingTask(SeveralTexts):
 
     @property
     def rows_depend(self) -> bool:
-        return self.loss != "cosine"
+        return self.loss not in ("cosine", *TEACHER_LOSSES)
 
     def for_configuration(self, config: Any) -> EmbeddingTask:
         super().for_configuration(config)
@@ -170,19 +180,15 @@ class EmbeddingTask(SeveralTexts):
             for place, text in enumerate(rows[column]):
                 if text is not None and not text.strip():
                     raise DataError(f"{cell(column, first_row + place, where)} is empty; leave the row out")
-        texts = []
-        for column in self.text_columns:
-            prompt = self.prompt_of(column)
-            texts.append(tokenise(rows, [column], tokenizer, max_length, where, first_row, prompt))
-            if not self.pools_prompt:
-                start = _prompt_length(prompt, tokenizer, max_length)
-                # Tokens of the prompt are read by the model, and left out by the pooling.
-                texts[-1][POOLED] = [[int(at >= start) for at in range(len(ids))] for ids in texts[-1]["input_ids"]]
+        texts = [self._tokens(rows, column, tokenizer, max_length, where, first_row) for column in self.text_columns]
         features: Encoded = {
             name: [list(of_row) for of_row in zip(*(text[name] for text in texts), strict=True)] for name in texts[0]
         }
         features["cut"] = [any(cut) for cut in features["cut"]]
-        if self.score_column is not None:
+        if self.score_column is not None and not self.scores_pairs:
+            number = len(self.text_columns) - 1
+            features["labels"] = teacher_scores(rows, self.score_column, number, where, first_row)
+        elif self.score_column is not None:
             # A cosine cannot reach a larger score.
             largest = 1.0 if self.loss == "cosine" else math.inf  # that of cosines
             features["labels"] = finite_numbers(rows, self.score_column, where, first_row, largest)
@@ -192,10 +198,24 @@ class EmbeddingTask(SeveralTexts):
             features["labels"] = [np.array([_number(text) for text in of_row]) for of_row in texts_of_rows]
         return features
 
+    def _tokens(
+        self, rows: Dataset, column: str, tokenizer: Tokenizer, max_length: int, where: str, first_row: int
+    ) -> Encoded:
+        """Return the tokens of the texts of a column."""
+        prompt = self.prompt_of(column)
+        found = tokenise(rows, [column], tokenizer, max_length, where, first_row, prompt)
+        if not self.pools_prompt:
+            start = _prompt_length(prompt, tokenizer, max_length)
+            # Tokens of the prompt are read by the model, and left out by the pooling.
+            found[POOLED] = [[int(at >= start) for at in range(len(ids))] for ids in found["input_ids"]]
+        return found
+
+    def is_query(self, column: str) -> bool:
+        return column == (self.query_column or self.text_columns[0])
+
     def prompt_of(self, column: str) -> str:
         """Return the text before each text of a column."""
-        query = self.query_column or self.text_columns[0]
-        return (self.prompts.query if column == query else self.prompts.document) or ""
+        return (self.prompts.query if self.is_query(column) else self.prompts.document) or ""
 
     def scores(self, output: Any, inputs: Mapping[str, Tensor], labels: Tensor | None = None) -> Tensor:
         """Return the embeddings `[batch, texts, hidden]` in fp32; a learned temperature is one more value."""
@@ -239,13 +259,62 @@ class EmbeddingTask(SeveralTexts):
 
     def _losses(self, embeddings: Tensor, temperature: Tensor, labels: Tensor) -> Tensor:
         if self.loss == "multiple_negatives":
-            return _multiple_negatives(embeddings, temperature, labels if self.mask_duplicates else None)
+            return self._multiple_negatives(embeddings, temperature, labels if self.mask_duplicates else None)
+        if self.loss in TEACHER_LOSSES:
+            scores = self.scores_of_documents(embeddings) / temperature[:, None]
+            divisors = self.temperature, self.teacher_temperature
+            return teacher_losses(scores, labels, self.loss == "kl_divergence", *divisors)
         if self.loss == "angle":
             return _cosent(_angle_similarity(embeddings) / temperature, labels).expand(len(embeddings))
         cosines = F.cosine_similarity(embeddings[:, 0], embeddings[:, 1], dim=-1)
         if self.loss == "cosine":
             return (cosines - labels.to(cosines.dtype)).square()
         return _cosent(cosines / temperature, labels).expand(len(cosines))
+
+    def vectors_of(self, embeddings: Tensor) -> Tensor:
+        """Return the vectors that `similarities` compares, of embeddings `[..., values]`."""
+        return F.normalize(embeddings, dim=-1)
+
+    def similarities(self, queries: Tensor, documents: Tensor) -> Tensor:
+        """Return the similarity of each query and each document `[queries, documents]`."""
+        return queries @ documents.T
+
+    def scores_of_documents(self, embeddings: Tensor) -> Tensor:
+        """Return the similarity of the query of each row and its documents `[rows, documents]`."""
+        query, *documents = self.vectors_of(embeddings).unbind(1)
+        return torch.stack([(query * document).sum(-1) for document in documents], 1)
+
+    def rows_at_once(self, candidates: Tensor) -> int:
+        """Return the anchors to compare with all candidates at once."""
+        return _ROWS_AT_ONCE
+
+    def _multiple_negatives(self, embeddings: Tensor, temperature: Tensor, numbers: Tensor | None) -> Tensor:
+        """Return the loss of each row `[rows]`.
+
+        Args:
+            embeddings: the embeddings `[rows, texts, values]`.
+            temperature: the divisor of the similarities of each row `[rows]`.
+            numbers: the numbers of the texts `[rows, texts]`. A candidate is then no negative of an anchor if it equals
+                the anchor, its positive, or the positive of an equal anchor. None: all candidates are.
+        """
+        vectors = self.vectors_of(embeddings)
+        candidates = vectors[:, 1:].transpose(0, 1).flatten(0, 1)  # positives in the order of rows, then the negatives
+
+        def losses(anchors: Tensor, right: Tensor, divisors: Tensor) -> Tensor:
+            # `[anchors of the block, candidates of the whole batch]`, the largest tensor of this loss.
+            logits = self.similarities(anchors, candidates) / divisors[:, None]
+            if numbers is not None:
+                others = numbers[:, 1:].T.flatten()
+                own, positive = numbers[right, :1], numbers[right, 1:2]
+                same = (others == own) | (others == positive)
+                # The positives stand first; those of rows with an equal anchor are right for it too.
+                same[:, : len(numbers)] |= numbers[:, 0] == own
+                same.scatter_(1, right[:, None], False)  # its own positive stays
+                logits = logits.masked_fill(same, -torch.inf)
+            return F.cross_entropy(logits, right, reduction="none")
+
+        own = torch.arange(len(vectors), device=vectors.device)
+        return _in_blocks(losses, self.rows_at_once(candidates), vectors[:, 0], own, temperature)
 
     def predictions(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
         found = {"embeddings": logits.float()}
@@ -256,8 +325,7 @@ class EmbeddingTask(SeveralTexts):
         scores = _alike(predictions["embeddings"], split)
         labels = predictions.get("labels", scores.new_zeros(len(scores)))
         with torch.no_grad():
-            # fp64: sums over a whole split would lose digits in fp32.
-            computed = {"loss": float(self.joint_losses(scores.double(), labels).mean())}
+            computed = {"loss": float(self.for_evaluation().joint_losses(self.exact(scores), labels).mean())}
         embeddings, temperature = self._split(scores)
         if self.learns_temperature:
             computed["temperature"] = float(temperature[0])
@@ -268,20 +336,31 @@ class EmbeddingTask(SeveralTexts):
         return computed
 
     def _metrics(self, embeddings: Tensor, labels: Tensor, split: EvaluatedSplit) -> dict[str, float]:
-        if self.score_column is None:
+        if not self.scores_pairs:
             found, others = self._retrieval(embeddings, split).ranks()
         else:
             found, others = _cosines(embeddings), labels.numpy()
         return {name: METRICS[name].compute(found, others) for name in self.metric_names}
 
+    def exact(self, embeddings: Tensor) -> Tensor:
+        """Return embeddings of a whole split in fp64: sums over it would lose digits in fp32."""
+        return embeddings.double()
+
     def split_baselines(self, split: EvaluatedSplit) -> dict[str, float]:
-        if self.score_column is not None:
+        if self.scores_pairs:
             return {}
-        shape = (len(split.rows), len(self.text_columns), _RANDOM_SIZE)
+        shape = (len(split.rows), len(self.text_columns), self._random_size)
         return mean_of_draws(lambda draw: self._metrics(_alike(draw, split), draw, split), shape)
 
+    @property
+    def _random_size(self) -> int:
+        return _RANDOM_SIZE
+
     def _retrieval(self, embeddings: Tensor, split: EvaluatedSplit) -> Retrieval:
-        return Retrieval.of(embeddings, [split.rows[column] for column in self.text_columns])
+        return self._retrieval_of(embeddings, [split.rows[column] for column in self.text_columns])
+
+    def _retrieval_of(self, embeddings: Tensor, texts: list[Sequence[str]]) -> Retrieval:
+        return Retrieval.of(embeddings, texts)
 
     def picture(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit | None) -> dict[str, Any] | None:
         """Return the nearest text of the split beside the right one for the first rows, or similarities and scores."""
@@ -290,7 +369,8 @@ class EmbeddingTask(SeveralTexts):
         few = split.few
         embeddings, _ = self._split(_alike(predictions["embeddings"], split))
         first, second, *_ = self.text_columns
-        if self.score_column is not None:
+        if self.scores_pairs:
+            assert self.score_column is not None
             names = (first, second, self.score_column)
             rows = zip(few, _cosines(embeddings[: len(few)]).tolist(), strict=True)
             return {"texts": [{**{name: row[name] for name in names}, "similarity": f"{of:.3f}"} for row, of in rows]}
@@ -315,20 +395,28 @@ class EmbeddingTask(SeveralTexts):
         names = ["embedding"]
         if len(self.text_columns) > 1:
             names = [f"embedding_{column}" for column in self.text_columns]
-        return [dict(zip(names, texts.tolist(), strict=True)) for texts in answers["embeddings"]]
+        tokenizer, texts_of_rows = split and split.tokenizer, answers["embeddings"]
+        return [dict(zip(names, self.shown(texts, tokenizer), strict=True)) for texts in texts_of_rows]
+
+    def shown(self, texts: Tensor, tokenizer: Tokenizer | None) -> list[Any]:
+        """Return the embeddings `[texts, values]` of a row as JSON."""
+        values: list[Any] = texts.tolist()
+        return values
 
     @property
     def exported(self) -> ExportedFolder:
-        return _SentenceFolder(self)
+        return SentenceFolder(self)
 
     def empty_batch(self, shape: tuple[int, ...]) -> tuple[dict[str, Tensor], Tensor]:
         if self.mask_duplicates:
             return {}, torch.zeros(shape[:2], dtype=torch.long)
-        return {}, torch.zeros(shape[0]) if self.score_column else torch.zeros(shape[0], 0)
+        if self.score_column is None:
+            return {}, torch.zeros(shape[0], 0)
+        return {}, torch.zeros(shape[0], *(() if self.scores_pairs else (shape[1] - 1,)))
 
 
 @dataclass(frozen=True)
-class _SentenceFolder(ExportedFolder):
+class SentenceFolder(ExportedFolder):
     """A folder of sentence-transformers."""
 
     task: EmbeddingTask
@@ -339,7 +427,9 @@ class _SentenceFolder(ExportedFolder):
 
     def inputs(self, rows: Dataset) -> dict[str, Any]:
         """Return the prompt and the texts of each column, for SentenceTransformer."""
-        return {"columns": [[self.task.prompt_of(column), list(rows[column])] for column in self.task.text_columns]}
+        task = self.task
+        columns = [[task.prompt_of(column), list(rows[column]), task.is_query(column)] for column in task.text_columns]
+        return {"columns": columns}
 
     def completed(self, scores: Tensor, trained: Tensor) -> Tensor:
         return torch.cat([scores, trained[..., -1:]], -1) if self.task.learns_temperature else scores
@@ -409,38 +499,9 @@ def _number(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 12
 
 
-def _multiple_negatives(embeddings: Tensor, temperature: Tensor, numbers: Tensor | None) -> Tensor:
-    """Return the loss of each row `[rows]`.
-
-    Args:
-        embeddings: the embeddings `[rows, texts, hidden]`.
-        temperature: the divisor of the cosines of each row `[rows]`.
-        numbers: the numbers of the texts `[rows, texts]`. A candidate is then no negative of an anchor if it equals the
-            anchor, its positive, or the positive of an equal anchor. None: all candidates are.
-    """
-    unit = F.normalize(embeddings, dim=-1)
-    candidates = unit[:, 1:].transpose(0, 1).flatten(0, 1)  # all positives in the order of rows, then the negatives
-
-    def losses(anchors: Tensor, right: Tensor, divisors: Tensor) -> Tensor:
-        # `[anchors of the block, candidates of the whole batch]`, the largest tensor of this loss.
-        logits = anchors @ candidates.T / divisors[:, None]
-        if numbers is not None:
-            others = numbers[:, 1:].T.flatten()
-            own, positive = numbers[right, :1], numbers[right, 1:2]
-            same = (others == own) | (others == positive)
-            # The positives stand first; those of rows with an equal anchor are right for it too.
-            same[:, : len(numbers)] |= numbers[:, 0] == own
-            same.scatter_(1, right[:, None], False)  # its own positive stays
-            logits = logits.masked_fill(same, -torch.inf)
-        return F.cross_entropy(logits, right, reduction="none")
-
-    own = torch.arange(len(unit), device=unit.device)
-    return _in_blocks(losses, unit[:, 0], own, temperature)
-
-
-def _in_blocks(function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
+def _in_blocks(function: Callable[..., Tensor], number: int, *rows: Tensor) -> Tensor:
     """Return the results of blocks of rows; a backward pass computes each block again instead of keeping it."""
-    blocks = list(zip(*(torch.split(tensor, _ROWS_AT_ONCE) for tensor in rows), strict=True))
+    blocks = list(zip(*(torch.split(tensor, number) for tensor in rows), strict=True))
     if len(blocks) == 1:
         return function(*blocks[0])
     # The logits of all blocks would take rows x candidates numbers until the backward pass.

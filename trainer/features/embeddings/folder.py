@@ -78,6 +78,8 @@ def read_folder(recipe: Recipe) -> ModelFolder | None:
             cannot be read.
         RecipeError: several of these hold.
     """
+    if recipe.model.is_random:
+        return None
     try:
         modules = read_json(recipe.model, MODULES, list)
         if modules is None:

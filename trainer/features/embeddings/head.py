@@ -45,7 +45,12 @@ class _Dense(nn.Module):
     def __init__(self, layer: DenseLayer) -> None:
         super().__init__()
         self.linear = _Linear(layer.in_features, layer.out_features, bias=layer.bias)
-        self.linear.load_state_dict({name.rpartition(".")[2]: value for name, value in load_file(layer.file).items()})
+        if layer.file:
+            weights = load_file(layer.file).items()
+            self.linear.load_state_dict({name.rpartition(".")[2]: value for name, value in weights})
+        else:
+            generator = torch.Generator().manual_seed(layer.seed)
+            nn.init.normal_(self.linear.weight, std=layer.in_features**-0.5, generator=generator)
         self._activation = getattr(nn, layer.activation_name)()
 
     def forward(self, embeddings: Tensor) -> Tensor:
@@ -81,6 +86,8 @@ class SentenceHead(nn.Module):
     def forward(self, states: Tensor, mask: Tensor) -> Tensor:
         """Return the embeddings `[texts, hidden]` in fp32 at least; a learned temperature is one more column.
 
+        With the pooling `tokens`, they are the vectors of all tokens `[texts, sequence, hidden]`.
+
         Args:
             states: the hidden states `[texts, sequence, hidden]`.
             mask: 1 for the tokens to pool and 0 for others `[texts, sequence]`.
@@ -109,6 +116,8 @@ def _pooled(states: Tensor, mask: Tensor, pooling: str) -> Tensor:
         # The last token of the mask, wherever padding stands.
         return states[texts, (mask * places).argmax(1)]
     weights = mask.unsqueeze(-1).to(states.dtype)
+    if pooling == "tokens":  # a vector for each of them, and zeros for others
+        return states * weights
     if pooling == "max":
         return states.masked_fill(weights == 0, -torch.inf).amax(1)
     if pooling == "weighted_mean":

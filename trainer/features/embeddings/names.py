@@ -25,6 +25,12 @@ POOLINGS = {
 DENSE_ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid")
 """The activations of dense layers, by their names in torch.nn."""
 
+PAIR_LOSSES = ("cosine", "cosent", "angle")
+"""The losses of two texts with a score."""
+
+TEACHER_LOSSES = ("margin_mse", "kl_divergence")
+"""The losses of a query and documents with the scores of a teacher."""
+
 HIGHEST_SCALE = 100.0
 """The largest inverse of a learned temperature."""
 
@@ -33,7 +39,10 @@ SCALE_FOLDER = "contrastive_scale"
 
 
 class DenseLayer(NamedTuple):
-    """A dense layer after the pooling: its weights, its folder when exported, and its configuration."""
+    """A dense layer after the pooling: its weights, its folder when exported, and its configuration.
+
+    With an empty `file`, its weights are drawn from `seed`.
+    """
 
     file: str
     folder: str
@@ -41,6 +50,7 @@ class DenseLayer(NamedTuple):
     out_features: int
     bias: bool
     activation: str
+    seed: int = 0
 
     @property
     def activation_name(self) -> str:

@@ -34,7 +34,7 @@ def read_folder(recipe: Recipe) -> ModelFolder | None:
         UsageError: the task does not compute the folder, a key of the recipe contradicts it, or a file cannot be read.
     """
     try:
-        return _read(recipe)
+        return None if recipe.model.is_random else _read(recipe)
     except OSError:
         return ModelFolder((unreachable(recipe.model),))
 
