@@ -14,7 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from trainer.base.disk import UNFINISHED, move_over
 from trainer.base.distribution import install_command
@@ -24,6 +26,7 @@ from trainer.data.formats.base import Row
 from trainer.data.formats.table import reader_of
 from trainer.data.row_transform import transform_of
 from trainer.data.sources import text_options
+from trainer.models.sentence_files import MODULES, read_json
 from trainer.recipe.schema import Data
 from trainer.tasks.registry import build_task
 from trainer.training.row_encoding import model_folder
@@ -91,6 +94,10 @@ def mine(trained: Trained, request: Request, limits: Limits, form: Literal["colu
     pairs = list(dict.fromkeys(_pairs(request, recipe.data, query, document)))
     devices = _devices(processes)
     miner, model = _sentence_transformers(trained)
+    if devices and isinstance(model, _ByNumber):
+        raise UsageError(
+            f"`--processes` must be 1 for `task.type` {recipe.task.type}, but is {processes}; leave it out"
+        )
 
     import datasets
 
@@ -157,18 +164,54 @@ def _sentence_transformers(trained: Trained) -> tuple[Any, Any]:
     Raises:
         UsageError: the package is not installed, or the folder is not one of sentence-transformers.
     """
-    if model_folder(trained.resolved.recipe) is None:  # without modules.json, it would guess a pooling
+    recipe = trained.resolved.recipe
+    model_folder(recipe)  # a folder that does not fit the task is refused
+    if read_json(recipe.model, MODULES, list) is None:  # it would guess a pooling
         raise UsageError(
             f"`RUN` must hold a model of sentence-transformers, but {trained.folder} has no modules.json; name a folder"
             " that trainer exported"
         )
     try:
-        from sentence_transformers import SentenceTransformer
+        import sentence_transformers
         from sentence_transformers.util import mine_hard_negatives
     except ImportError as error:
         fix = install_command("mining")
         raise UsageError(f"`trainer mine` needs sentence-transformers; install it ({fix}) ({error})") from error
-    return mine_hard_negatives, SentenceTransformer(str(trained.folder), local_files_only=True)
+    name = build_task(recipe.task).card.program.name.strip("`")
+    model = getattr(sentence_transformers, name)(str(trained.folder), local_files_only=True)
+    return mine_hard_negatives, model if name == "SentenceTransformer" else _ByNumber(model)
+
+
+class _ByNumber:
+    """A model whose embeddings are the numbers of texts, because `mine_hard_negatives` takes arrays only."""
+
+    def __init__(self, model: Any) -> None:
+        self._model, self.device = model, model.device
+        self._vectors: list[torch.Tensor] = []
+
+    def encode_query(self, texts: list[str], **options: Any) -> NDArray[np.int64]:
+        return self._encode(self._model.encode_query, texts, options)
+
+    def encode_document(self, texts: list[str], **options: Any) -> NDArray[np.int64]:
+        return self._encode(self._model.encode_document, texts, options)
+
+    def _encode(self, encode: Any, texts: list[str], options: dict[str, Any]) -> NDArray[np.int64]:
+        first = len(self._vectors)
+        self._vectors.extend(encode(list(texts), batch_size=options["batch_size"]))
+        return np.arange(first, len(self._vectors))
+
+    def similarity(self, queries: Any, documents: Any) -> torch.Tensor:
+        return self._dense(self._model.similarity(self._of(queries), self._of(documents)))
+
+    def similarity_pairwise(self, queries: Any, documents: Any) -> torch.Tensor:
+        return self._dense(self._model.similarity_pairwise(self._of(queries), self._of(documents)))
+
+    def _of(self, numbers: Any) -> Any:
+        vectors = [self._vectors[int(number)] for number in numbers]
+        return torch.stack(vectors) if vectors[0].is_sparse else vectors
+
+    def _dense(self, scores: torch.Tensor) -> torch.Tensor:
+        return scores.to_dense() if scores.is_sparse else scores
 
 
 def _as_list(row: Row) -> Row:

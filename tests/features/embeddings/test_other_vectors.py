@@ -73,7 +73,7 @@ def test_the_loss_of_sparse_embeddings(loss: str):
     inner = {
         "multiple_negatives": lambda: sparse.SparseMultipleNegativesRankingLoss(None, scale=2.0),
         "margin_mse": lambda: sparse.SparseMarginMSELoss(None, similarity_fct=lambda a, b: 2 * (a * b).sum(-1)),
-        "kl_divergence": lambda: sparse.SparseDistillKLDivLoss(None, student_temperature=0.5),
+        "kl_divergence": lambda: sparse.SparseDistillKLDivLoss(None, student_temperature=0.5, teacher_temperature=1.0),
     }[loss]()
     splade = sparse.SpladeLoss(None, inner, document_regularizer_weight=0.2, query_regularizer_weight=0.3)
     embeddings = values.relu()
@@ -183,16 +183,17 @@ def test_scores_of_a_teacher_are_read_and_refused(tokenizer: Any):
 
 
 def test_queries_are_filled_and_punctuation_is_skipped(tokenizer: Any):
-    rows = datasets.Dataset.from_dict({"a": ["word1 word2 word3"], "b": ["word1 word2"]})
+    rows = datasets.Dataset.from_dict({"a": ["the file"], "b": ["the file."]})
     task = task_of("multi_vector_embedding", texts=["a", "b"], query_length=8)
     (query, document), (kept, of_document) = (
         task.encode(rows, tokenizer, 16, WHERE, 0)[name][0] for name in ("input_ids", POOLED)
     )
-    assert query[-3:] == [tokenizer.mask_token_id] * 3
+    assert query[-4:] == [tokenizer.mask_token_id] * 4
     assert len(query) == len(kept) == sum(kept) == 8
-    assert of_document == [1] * len(document)
+    assert of_document == [1, 1, 1, 0, 1]
+    assert document[3] == tokenizer.convert_tokens_to_ids(".")
     shorter = task_of("multi_vector_embedding", texts=["a", "b"], query_length=8, query_expansion=False)
-    assert len(shorter.encode(rows, tokenizer, 16, WHERE, 0)["input_ids"][0][0]) == 5
+    assert len(shorter.encode(rows, tokenizer, 16, WHERE, 0)["input_ids"][0][0]) == 4
     with pytest.raises(UsageError, match=r"`task.query_length` must be at most `data.max_length` 6, but is 8"):
         task.encode(rows, tokenizer, 6, WHERE, 0)
 
@@ -207,7 +208,7 @@ def test_ndcg_is_that_of_scikit_learn():
 @pytest.mark.parametrize(
     ("kind", "keys", "message"),
     [
-        ("sparse_embedding", {"loss": "margin_mse"}, "score` is missing, but `task.loss` margin_mse needs it"),
+        ("sparse_embedding", {"loss": "margin_mse"}, "is missing, but `task.loss` margin_mse needs it"),
         ("multi_vector_embedding", {"score": "s"}, "reads no score; remove it, or use the loss margin_mse or kl_div"),
         ("embedding", {"loss": "kl_divergence", "score": "s"}, "must name a query and two or more documents"),
         ("sparse_embedding", {"flops_growth": "linear"}, "applies to `task.flops_warmup`, but that is 0"),
