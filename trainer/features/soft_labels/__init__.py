@@ -1,0 +1,1 @@
+"""Sequence classification that learns a probability of each class, such as the soft labels of a language model."""
