@@ -50,7 +50,7 @@ class MultiVectorTask(EmbeddingTask):
 
     recipe_type = "multi_vector_embedding"
     card = Card("feature-extraction", program=_PROGRAM, usage=_USAGE)
-    unencoded_fields: tuple[str, ...] = (*EmbeddingTask.unencoded_fields, "vector_size", "tokens")
+    unencoded_fields = (*EmbeddingTask.unencoded_fields, "vector_size", "tokens")  # type: ignore[assignment]
 
     @classmethod
     def of(cls, section: TaskKeys, **given: Any) -> Task:

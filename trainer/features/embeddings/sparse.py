@@ -47,7 +47,7 @@ class SparseTask(EmbeddingTask):
     recipe_type = "sparse_embedding"
     auto_class_name = "AutoModelForMaskedLM"
     card = Card("feature-extraction", program=_PROGRAM, usage=_USAGE)
-    unencoded_fields: tuple[str, ...] = (
+    unencoded_fields = (  # type: ignore[assignment]  # more names than of the base class
         *EmbeddingTask.unencoded_fields, "query_flops", "document_flops", "flops_warmup", "flops_growth", "flops_share",
         "vocabulary",
     )  # fmt: skip
