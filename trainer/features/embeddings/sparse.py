@@ -112,7 +112,8 @@ class SparseTask(EmbeddingTask):
         found = []
         for weights in texts:
             ids = weights.argsort(descending=True, stable=True)[: int((weights > 0).sum())]
-            names = tokenizer.convert_ids_to_tokens(ids.tolist())
+            # A model may have more rows than its tokenizer has tokens.
+            names = [tokenizer.convert_ids_to_tokens(at) or f"[{at}]" for at in ids.tolist()]
             rounded = (round(weight, _DIGITS) for weight in weights[ids].tolist())
             found.append(dict(zip(names, rounded, strict=True)))
         return found
