@@ -17,6 +17,7 @@ from tests.parity.test_tasks import (
     marks_of,
 )
 from trainer.base.errors import DataError
+from trainer.recipe.reading.rules import contradictions
 from trainer.recipe.schema import SequenceClassification
 from trainer.tasks.registry import build_task
 
@@ -70,7 +71,7 @@ def test_wrong_probabilities_are_refused(tokenizer: Any, value: Any, message: st
 
 def test_contradictions():
     section = SequenceClassification(**{**KEYS, "labels": None, "class_weights": "balanced"})
-    found = [one.text for one in section.contradictions()]
+    found = [one.text for one in contradictions({"task": section})]
     assert any("must name the classes in order" in text for text in found)
     assert any("applies to labels of one class" in text for text in found)
 
