@@ -113,6 +113,9 @@ ELSEWHERE = {
     'trainer evaluate runs/bert_sample "task.metrics=accuracy,ece,brier,best_threshold_per_class"': (
         "tests/features/calibration/test_metrics.py::def test_the_picture_has_the_points_of_the_curve"
     ),
+    "trainer tokenizer recipes/sample/train.jsonl tokenizers/mine --size 4000": (
+        "tests/tools/tokenizer/test_tokenizer.py::def test_data_of_several_formats"
+    ),
     "trainer push exported/bert_sample me/bert-sample": "tests/tools/test_push.py::def test_the_verb_sends",
     "kubectl apply --server-side -f launchers/cluster_training_runtime.yaml": (
         "tests/tools/test_script.py::def test_the_runtime_of_a_whole_cluster_starts_the_pods_of_a_trainjob"

@@ -1,0 +1,1 @@
+"""`trainer tokenizer`: a tokenizer for a family of models, trained on texts."""
