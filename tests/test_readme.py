@@ -116,6 +116,12 @@ ELSEWHERE = {
     "trainer tokenizer recipes/sample/train.jsonl tokenizers/mine --size 4000": (
         "tests/tools/tokenizer/test_tokenizer.py::def test_data_of_several_formats"
     ),
+    "trainer encode bert_sample_mlm shards/mlm": (
+        "tests/tools/encode/test_encode.py::def test_the_verb_shows_figures_and_the_next_command"
+    ),
+    "trainer run shards/mlm/recipe.json": (
+        "tests/tools/encode/test_encode.py::def test_a_training_from_shards_has_the_losses_of_one_from_texts"
+    ),
     "trainer push exported/bert_sample me/bert-sample": "tests/tools/test_push.py::def test_the_verb_sends",
     "kubectl apply --server-side -f launchers/cluster_training_runtime.yaml": (
         "tests/tools/test_script.py::def test_the_runtime_of_a_whole_cluster_starts_the_pods_of_a_trainjob"

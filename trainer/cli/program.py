@@ -23,7 +23,7 @@ from trainer.ranks.environment import forbid_telemetry
 _VERBS = (
     "init", "run", "check", "audit", "preview", "plan", "rehearse", "compare", "certify", "reproduce", "suite",
     "search", "report", "why", "runs", "doctor", "launch_script", "export", "push", "evaluate", "predict", "mine",
-    "tokenizer", "convert", "schema", "recipes",
+    "tokenizer", "encode", "convert", "schema", "recipes",
 )  # fmt: skip
 _OTHER_WORDS = ("train", "fit", "finetune", "fine-tune")
 """Words of other tools for `run`."""

@@ -157,6 +157,21 @@ def with_folder(task: Task, recipe: Recipe) -> Task:
     return task
 
 
+ENCODED = "encoded.json"
+"""The file that describes a folder of token ids; under the key `fit`, it has the facts of `encoding_facts`."""
+
+
+def encoding_facts(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the facts on which the token ids of texts depend, by their keys; a null length means whole texts."""
+    is_whole = "packing" in type(recipe.task).model_fields  # such tasks cut rows of token ids as they cut texts
+    length = None if is_whole else recipe.data.max_length
+    return {
+        "task.type": recipe.task.type,
+        "data.max_length": length,
+        "tokenizer": tokenizer_digest(tokenizer),
+    }
+
+
 @dataclass(frozen=True)
 class TextPreparation(Preparation):
     """Tokenises texts, cut at `max_length` tokens, for a model with embeddings for `vocab_size` (None: any) tokens.

@@ -5,7 +5,8 @@ The first rows of such a split stand for it in checks and notes. A run then open
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -16,6 +17,7 @@ from trainer.data.split import EncodedSplit
 from trainer.recipe.registered import asked_for
 from trainer.recipe.schema import Recipe
 from trainer.tasks.task import Task
+from trainer.tasks.types import Dataset
 from trainer.training.preparation import Preparation
 
 
@@ -57,6 +59,16 @@ class OpenedSplit(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class RowPart:
+    """Consecutive rows of a source; `read` yields them with the number of the first one, and forks may call it."""
+
+    source: int
+    where: str
+    digest: str  # changes with the rows
+    read: Callable[[], Iterator[tuple[int, Dataset]]]
+
+
 class RowSource:
     """The training split of one recipe; its methods are called in this order."""
 
@@ -87,6 +99,10 @@ class RowSource:
         Raises:
             TrainerError: the rows cannot be read, or the cache cannot be written.
         """
+        raise NotImplementedError
+
+    def parts(self, recipe: Recipe, columns: Sequence[str], cache: Path, most_rows: int) -> Iterator[RowPart]:
+        """Yield all rows in the order of the files, with a `RowTransform`, in parts of at most `most_rows` rows."""
         raise NotImplementedError
 
     def notes(self, recipe: Recipe, num_first: int) -> list[str]:

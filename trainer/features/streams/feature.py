@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from trainer.base.digests import digest_of
 from trainer.base.errors import UsageError
 from trainer.checkpoint.counters import Progress
 from trainer.data.row_transform import SourceTransform, transform_of
 from trainer.data.sources import Split
 from trainer.data.split import EncodedSplit
-from trainer.features.streams.index import first_rows
+from trainer.features.streams.index import RowReader, first_rows
 from trainer.features.streams.section import keys_of
 from trainer.features.streams.shards import Shard, find_shards, naming_waits
 from trainer.features.streams.stream_order import StreamOrder
-from trainer.features.streams.streamed_split import StreamedSplit, StreamSettings, WindowEncoder
+from trainer.features.streams.streamed_split import StreamedSplit, StreamSettings, WindowEncoder, indexed, known
 from trainer.features.streams.windows import Windows
 from trainer.recipe.plan import batch_sizes
 from trainer.recipe.schema import Recipe
 from trainer.tasks.task import Task
 from trainer.training.preparation import Preparation
-from trainer.training.row_source import RowSource
+from trainer.training.row_source import RowPart, RowSource
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 
 class Stream(StreamedSplit):
@@ -94,6 +100,23 @@ class StreamSource(RowSource):
         encoder = WindowEncoder(preparation.encoding(task, encoded), self._features, self._transform)
         self._split = Stream(self._sources, settings, encoder, encoded, len(first.rows), cache)
         return self._split
+
+    def parts(self, recipe: Recipe, columns: Sequence[str], cache: Path, most_rows: int) -> Iterator[RowPart]:
+        read = columns if self._transform is None else self._transform.reads(columns)
+        reader_of_columns = partial(RowReader, columns=list(dict.fromkeys(read)), features=known(self._features, read))
+        for source, indices in enumerate(indexed(self._sources, cache / "streams")):
+            for index in indices:
+                for start in range(0, index.num_rows, most_rows):
+                    stop = min(start + most_rows, index.num_rows)
+                    facts = [Path(index.shard.place).name, index.shard.size, index.checksum, start, stop]
+                    rows = partial(self._rows, partial(reader_of_columns, [index]), f"`{index.shard}`", start, stop)
+                    yield RowPart(source, f"`{index.shard}`", digest_of(facts), rows)
+
+    def _rows(self, reader: partial[RowReader], where: str, start: int, stop: int) -> Iterator[tuple[int, Dataset]]:
+        for first_row, rows in reader().read(0, start, stop):
+            made = rows if self._transform is None else self._transform.of_table(rows, first_row, where)
+            if len(made):
+                yield first_row, made
 
     def notes(self, recipe: Recipe, num_first: int) -> list[str]:
         head, split = f"the first {num_first:,} rows of the stream stand for it in checks and notes", self._split

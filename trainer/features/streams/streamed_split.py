@@ -114,7 +114,7 @@ class StreamedSplit:
         head_rows: int,
         cache: Path,
     ) -> None:
-        shards = _indexed(sources, cache / "streams")
+        shards = indexed(sources, cache / "streams")
         self.windows = Windows(shards, settings.weights, settings.window, settings.seed)
         self.head = head
         self._head_rows = head_rows
@@ -143,7 +143,7 @@ class StreamedSplit:
         self._begun = -1  # the last window that was begun ahead
         self._has_read = False
         self._thread: ThreadPoolExecutor | None = None
-        self._reader = RowReader(self._shards, encoder.columns, _known(encoder.features, encoder.columns))
+        self._reader = RowReader(self._shards, encoder.columns, known(encoder.features, encoder.columns))
 
     @property
     def keeps_rows(self) -> bool:
@@ -262,7 +262,7 @@ class StreamedSplit:
                 shutil.rmtree(removed, ignore_errors=True)
 
 
-def _known(features: Features, columns: Sequence[str]) -> Features | None:
+def known(features: Features, columns: Sequence[str]) -> Features | None:
     """Return the types of columns; None if the first rows do not show that of a column, in which all are null."""
     import datasets
 
@@ -270,7 +270,7 @@ def _known(features: Features, columns: Sequence[str]) -> Features | None:
     return None if any(getattr(feature, "dtype", "") == "null" for feature in own.values()) else own
 
 
-def _indexed(sources: Sequence[Sequence[Shard]], folder: Path) -> list[list[ShardIndex]]:
+def indexed(sources: Sequence[Sequence[Shard]], folder: Path) -> list[list[ShardIndex]]:
     """Return the indices of all shards; one process of a node reads the shards, and the others wait.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,8 @@ def read_ids(
     Raises:
         DataError: a token is unknown to the model; a mask has gaps, or its length or that of the labels differs.
     """
+    if not beside and (rows_of_ids := _valid(rows, column, num_tokens)) is not None:
+        return [(ids, None) for ids in rows_of_ids]
     pairs: list[tuple[list[int], list[int] | None]] = []
     names = (column, *beside)
     for row, values in enumerate(zip(*(rows[name] for name in names), strict=True), first_row):
@@ -52,6 +55,21 @@ def read_ids(
             _require_known(array, name, name == column, num_tokens, where, row)
         pairs.append((read[column].tolist(), read[LABELS].tolist() if LABELS in read else None))
     return pairs
+
+
+def _valid(rows: Dataset, column: str, num_tokens: int | None) -> list[list[int]] | None:
+    """Return the ids of all rows without a loop over their tokens; None: one is not valid."""
+    import pyarrow.compute as arrow
+
+    lists = rows.select_columns([column]).with_format("arrow")[:].column(0)
+    flat = arrow.list_flatten(lists)
+    if lists.null_count or flat.null_count:
+        return None
+    ids = flat.to_numpy().astype(np.int64, copy=False)
+    if ids.min(initial=0) < 0 or (num_tokens is not None and ids.max(initial=-1) >= num_tokens):
+        return None
+    ends, values = np.cumsum(arrow.list_value_length(lists).to_numpy()).tolist(), ids.tolist()
+    return [values[start:end] for start, end in pairwise([0, *ends])]
 
 
 _Columns = dict[str, NDArray[np.int64]]

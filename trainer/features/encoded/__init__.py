@@ -1,0 +1,1 @@
+"""Folders of token ids of `trainer encode`: the check that they fit a recipe."""
