@@ -28,7 +28,7 @@ from typing import Any, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 import trainer.recipe.registered  # noqa: F401  # puts the keys of features into the schema
-from docs import costs
+from docs import costs, sizes
 from tests.benchmarks.budget import budget
 from trainer.cli.program import command
 from trainer.models.families.family import ModelFamily, TensorPlan
@@ -741,6 +741,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "keys": _keys,
     "metrics": _metrics,
     "model_cuts": _model_cuts,
+    "sizes": sizes.table,
     "operations": lambda: operations(_read(OPERATIONS), _read(COMPILED_LAYERS)),
     "parity": parity,
     "parity_of_experts": parity_of_experts,
