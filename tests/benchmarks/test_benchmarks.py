@@ -447,7 +447,8 @@ def test_no_stored_row_has_more_than_a_plain_loop():
     assert stored.keys() == {case.name for case in cases()}
     for name, row in stored.items():
         is_goal = name.startswith("BERT-base, sequence_classification, bf16")
-        most = 1.1 if "context" in name else 1.0  # its plain loop is one process, which exchanges nothing
+        # The loop beside context ranks is one process, which exchanges nothing, and other loops select no masked words.
+        most = 1.1 if "context" in name else 1.02 if "masked_lm" in name else 1.0
         assert row["operations_ratio"] <= (0.8 if is_goal else most), name
         assert row["bytes_ratio"] <= (0.9 if is_goal else 1.0), name
 
