@@ -25,12 +25,6 @@ POOLINGS = {
 DENSE_ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid")
 """The activations of dense layers, by their names in torch.nn."""
 
-PAIR_LOSSES = ("cosine", "cosent", "angle")
-"""The losses of two texts with a score."""
-
-TEACHER_LOSSES = ("margin_mse", "kl_divergence")
-"""The losses of a query and documents with the scores of a teacher."""
-
 HIGHEST_SCALE = 100.0
 """The largest inverse of a learned temperature."""
 

@@ -7,11 +7,15 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from trainer.features.embeddings.names import HIGHEST_SCALE, PAIR_LOSSES, TEACHER_LOSSES
-from trainer.recipe.paths import shown_value
 from trainer.recipe.schema.fields import Name
-from trainer.recipe.schema.section import Contradiction, clash, repeated
+from trainer.recipe.schema.section import Contradiction, clash
 from trainer.recipe.schema.task_keys import Start, TaskKeys, Traits
+
+PAIR_LOSSES = ("cosine", "cosent", "angle")
+"""The losses of two texts with a score."""
+
+TEACHER_LOSSES = ("margin_mse", "kl_divergence")
+"""The losses of a query and documents with the scores of a teacher."""
 
 
 class TextTuples(TaskKeys):
@@ -30,7 +34,7 @@ class TextTuples(TaskKeys):
     """Divisor of the teacher's scores, for `kl_divergence`."""
     score: Name | None = None
     loss: str
-    _joint: ClassVar[tuple[str, ...]] = ("multiple_negatives",)  # losses that compare the rows of a batch
+    joint_losses: ClassVar[tuple[str, ...]] = ("multiple_negatives",)  # losses that compare the rows of a batch
 
     @property
     def texts_per_row(self) -> int:
@@ -38,11 +42,11 @@ class TextTuples(TaskKeys):
 
     @property
     def joint_loss(self) -> str | None:
-        return f"`task.loss` {self.loss}" if self.loss in self._joint else None
+        return f"`task.loss` {self.loss}" if self.loss in self.joint_losses else None
 
     @property
     def fewest_rows(self) -> int:
-        return 2 if self.loss in self._joint and len(self.texts) == 2 else 1
+        return 2 if self.loss in self.joint_losses and len(self.texts) == 2 else 1
 
     @property
     def has_roles(self) -> bool:
@@ -51,24 +55,9 @@ class TextTuples(TaskKeys):
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from super().contradictions()
-        yield from repeated("task.texts", [*self.texts, *([self.score] if self.score else [])])
-        if self.loss == "multiple_negatives":
-            if self.score is not None:
-                problem = f"is {shown_value(self.score)}, but `task.loss` multiple_negatives reads no score"
-                others = "cosent, angle or cosine" if "cosent" in self._joint else "margin_mse or kl_divergence"
-                yield clash(f"{problem}; remove it, or use the loss {others}", "task.score", "task.loss")
-        else:
-            if self.mask_duplicates:
-                text = f"does not apply to `task.loss` {self.loss}; remove it"
-                yield clash(text, "task.mask_duplicates", "task.loss")
-            if self.score is None:
-                yield clash(f"is missing, but `task.loss` {self.loss} needs it; set it", "task.score", "task.loss")
-        if self.loss in TEACHER_LOSSES and len(self.texts) < 3:
-            text = f"must name a query and two or more documents for `task.loss` {self.loss}, but names two columns"
-            yield clash(f"{text}; add one", "task.texts", "task.loss")
-        if self.loss != "kl_divergence" and self.changed("teacher_temperature"):
-            text = f"applies to the loss kl_divergence, but `task.loss` is {self.loss}; remove it"
-            yield clash(text, "task.teacher_temperature", "task.loss")
+        from trainer.features.embeddings.rules import of_tuples  # only recipes of these tasks need them
+
+        yield from of_tuples(self)
 
 
 class Embedding(TextTuples):
@@ -107,39 +96,13 @@ class Embedding(TextTuples):
     )
     """Share of the positives among the nearest 1, 5 or 10 texts; mean reciprocal rank of the first positive; nDCG of
     the nearest 10; rank correlation of cosine and score."""
-    _joint: ClassVar[tuple[str, ...]] = ("multiple_negatives", "cosent", "angle")
+    joint_losses: ClassVar[tuple[str, ...]] = ("multiple_negatives", "cosent", "angle")
 
     def contradictions(self) -> Iterator[Contradiction]:
         yield from super().contradictions()
-        yield from self._of_dimensions()
-        if self.learn_temperature and self.temperature < 1 / HIGHEST_SCALE:
-            text = f"must be at least {1 / HIGHEST_SCALE} to be learned, but is {self.temperature}; increase it"
-            yield clash(text, "task.temperature", "task.learn_temperature")
-        if self.loss in TEACHER_LOSSES and self.learn_temperature:
-            text = f"does not apply to `task.loss` {self.loss}; set it to false"
-            yield clash(text, "task.learn_temperature", "task.loss")
-        if self.loss not in PAIR_LOSSES:
-            if "spearman" in self.metrics:
-                text = f'has "spearman", which needs scores of pairs, but `task.loss` is {self.loss}; use "mrr"'
-                yield clash(text, "task.metrics", "task.loss")
-            return
-        if len(self.texts) != 2:
-            number = len(self.texts)
-            text = f"must name two columns for `task.loss` {self.loss}, but names {number}; remove the others"
-            yield clash(text, "task.texts", "task.loss")
-        for metric in self.metrics:
-            if metric != "spearman":
-                problem = f'has "{metric}", which needs positives, but `task.loss` is {self.loss}, with scores'
-                yield clash(f'{problem}; set it to ["spearman"]', "task.metrics", "task.loss")
-        for key in self.changed("temperature", "learn_temperature") if self.loss == "cosine" else []:
-            yield clash("does not apply to `task.loss` cosine; remove it", f"task.{key}", "task.loss")
+        from trainer.features.embeddings.rules import of_embedding
 
-    def _of_dimensions(self) -> Iterator[Contradiction]:
-        yield from repeated("task.dimensions", self.dimensions or [])
-        if self.dimension_weights is not None and len(self.dimension_weights) != len(self.dimensions or []):
-            number, expected = len(self.dimension_weights), len(self.dimensions or [])
-            text = f"must have one weight for each of `task.dimensions`, {expected}, but has {number}"
-            yield clash(text, "task.dimension_weights", "task.dimensions")
+        yield from of_embedding(self)
 
 
 class ScoredTuples(TextTuples):
