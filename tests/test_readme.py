@@ -370,7 +370,7 @@ def test_a_recipe_of_a_page_is_valid(text: str, tmp_path: Path):
     for name in ("train.jsonl", "validation.jsonl"):
         (tmp_path / name).touch()
     (tmp_path / "recipe.json").write_text(text)
-    assert load_recipe(str(tmp_path / "recipe.json")).recipe.name == json.loads(text)["name"]
+    assert load_recipe(str(tmp_path / "recipe.json"), is_whole=True).recipe.name == json.loads(text)["name"]
 
 
 def test_the_recipe_of_the_readme_equals_the_shipped_recipe():
