@@ -32,7 +32,7 @@ embed = MultiVectorEncoder("path/to/this/folder").encode_query"""
 _PROGRAM = Program(
     "`MultiVectorEncoder`", ("sentence-transformers",), "trainer.features.embeddings.opener", reads_texts=True
 )
-_MOST_PRODUCTS = 2**26  # products of vectors in a block, which take 256 MB in fp32
+_MOST_PRODUCTS = 2**24  # products of vectors in a block, which take 64 MB in fp32
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,7 @@ class MultiVectorTask(EmbeddingTask):
 
     def similarities(self, queries: Tensor, documents: Tensor) -> Tensor:
         """Return MaxSim of queries `[queries, tokens, size]` and documents `[documents, tokens, size]`."""
+        queries = queries[:, : self.query_length]  # later vectors are zero
         if torch.is_grad_enabled():
             return _max_sim(queries, documents)
         parts = torch.split(queries, self.rows_at_once(documents))
@@ -111,7 +112,7 @@ class MultiVectorTask(EmbeddingTask):
 
     def scores_of_documents(self, embeddings: Tensor) -> Tensor:
         vectors = self.vectors_of(embeddings)
-        query, documents = vectors[:, :1], vectors[:, 1:]
+        query, documents = vectors[:, :1, : self.query_length], vectors[:, 1:]
         return _sum_of_largest(query @ documents.transpose(-1, -2), documents)
 
     def rows_at_once(self, candidates: Tensor) -> int:
