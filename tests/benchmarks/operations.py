@@ -35,6 +35,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedModel,
 )
+from transformers.integrations import moe
 
 from tests.benchmarks.gpu import BASE, LLAMA, MASKED, MODERN
 from trainer.engine import forward
@@ -44,12 +45,17 @@ from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.schema import Recipe
 from trainer.tools.plan.ledger import Ledger, Totals
 from trainer.tools.plan.shape_batch import blank_batch
+from trainer.tools.plan.shapes import shape_of
 from trainer.tools.plan.simulated_rank import shapes_only, simulated_mesh
 from trainer.tools.plan.simulated_step import plan_step, planned_task
 from trainer.tools.plan.work import VIEW
 
 T5 = {"model_type": "t5", "d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12, "d_kv": 64}
 T5 |= {"vocab_size": 32128, "decoder_start_token_id": 0}
+SPARSE = {
+    "model_type": "qwen3_moe", "vocab_size": 3000, "hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 24, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
+}  # fmt: skip
 STORED = Path(__file__).parents[2] / "docs" / "operations.json"
 _TEXT = {"text": "text"}
 _CLASSES = {
@@ -69,6 +75,7 @@ _LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp": (2, {"strategy": "ddp"}),
     "fsdp": (2, {"strategy": "fsdp"}),
     "tensor 2": (2, {"tensor": 2}),
+    "expert 2": (2, {"strategy": "ddp", "expert": 2}),
     "context 2": (2, {"context": 2}),
 }
 _USUAL = ("one process", "ddp", "fsdp", "tensor 2")
@@ -141,6 +148,13 @@ def cases() -> list[Case]:
         ),
         Case("BERT-base", BASE, "sequence_classification", "bf16", microbatches=4),
         *(
+            Case(model, config, "causal_lm", "bf16", layout, **sizes)
+            for (model, config, sizes), layout in product(
+                (("Qwen3-MoE tiny", SPARSE, {}), ("Qwen3-30B-A3B", shape_of("Qwen/Qwen3-30B-A3B"), longer)),
+                ("one process", "ddp", "fsdp", "expert 2"),
+            )
+        ),
+        *(
             Case("ModernBERT-base", MODERN, "masked_lm", "bf16", layout, rows=rows, length=length, keys=_flat(length))
             for (rows, length), layout in product(((96, 1024), (12, 8192)), _WITHOUT_PADDING)
         ),
@@ -182,12 +196,14 @@ def ours(case: Case) -> Count:
 def plain(case: Case) -> Count:
     """Count a step of transformers' model in a plain loop: autocast, clipping, torch's fused AdamW.
 
-    Dropout is torch's fused kernel, and attention torch's fused one with its own dropout.
+    Dropout is torch's fused kernel, and attention torch's fused one with its own dropout. Each rank has all experts,
+    and casts their weights to bf16 for each product: the grouped product of transformers refuses fp32 under autocast.
     """
     if case.layout == "context 2":  # transformers has no loop for it; half of the rows are as many tokens of a rank
         case = replace(case, layout="one process", rows=case.rows // 2)
     plan = case.plan()
     recipe, task, layout = plan.recipe, planned_task(plan), case.layout
+    is_ddp = layout in ("ddp", "expert 2")
     config: dict[str, Any] = {**case.config}
     config = AutoConfig.for_model(config.pop("model_type"), **config, **task.model_options())
     opened = shapes_only(cuda=True), Ledger(answers=True)
@@ -196,7 +212,7 @@ def plain(case: Case) -> Count:
             model = _CLASSES[case.task].from_config(config, attn_implementation="sdpa").train()
         model.config.use_cache = False
         call: Any = model
-        if layout == "ddp":
+        if is_ddp:
             call = wrap_ddp(model, mesh)
         elif layout == "fsdp":
             for part in (*layers_of(model).values(), model):
@@ -214,7 +230,7 @@ def plain(case: Case) -> Count:
         for _ in range(2):  # the first step makes the state of the optimizer
             ledger.restart_totals()
             for index, microbatch in enumerate(batch.microbatches):
-                if layout == "ddp":
+                if is_ddp:
                     call.require_backward_grad_sync = index == len(batch.microbatches) - 1
                 cast = torch.autocast("cpu", torch.bfloat16) if case.precision == "bf16" else nullcontext()
                 with cast:
@@ -246,10 +262,17 @@ def _fused_kernels() -> Iterator[None]:
     def dropout(x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
         return torch.native_dropout(x, p, True)[0] if training and p else x
 
+    def grouped(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        return F.grouped_mm(x.to(torch.bfloat16), weight.to(torch.bfloat16), offs=offs)
+
     def attend(*args: Any, dropout_p: float = 0.0, **kwargs: Any) -> torch.Tensor:
         return attention(*args, **kwargs)
 
-    with mock.patch.object(F, "dropout", dropout), mock.patch.object(F, "scaled_dot_product_attention", attend):
+    with (
+        mock.patch.object(F, "dropout", dropout),
+        mock.patch.object(F, "scaled_dot_product_attention", attend),
+        mock.patch.object(moe, "_grouped_mm", grouped),
+    ):
         yield
 
 
