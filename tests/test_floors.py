@@ -130,7 +130,7 @@ def keys_of(schema: dict[str, Any]) -> set[str]:
 
 _OTHER_KINDS = {
     "precision", "casts", "logging", "kernel", "observer", "callbacks", "recipe_format", "export", "warnings",
-    "launcher", "run", "model", "resumption", "format", "metric", "rotation",
+    "launcher", "run", "model", "resumption", "format", "metric", "rotation", "splits",
 }  # fmt: skip
 """Kinds of registrations of a feature without keys."""
 

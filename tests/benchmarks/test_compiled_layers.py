@@ -35,7 +35,7 @@ def test_a_layer_has_no_more_kernels_and_bytes_than_stored(name: str):
 
 def test_layers_have_the_shapes_of_the_steps_that_they_change():
     """`docs/generate.py` replaces layers of stored steps by stored compiled ones."""
-    steps = {case.model: case for case in cases() if case.microbatches == 1}
+    steps = {case.model: case for case in cases()[::-1] if case.microbatches == 1}  # later rows are longer ones
     for name, case in CASES.items():
         if (step := steps.get(name.partition(",")[0])) is not None:
             assert (case.rows, case.length) == (step.rows, step.length)

@@ -67,8 +67,10 @@ def load_trained(
     values["model"] = {"name_or_path": str(folder)}
     for row in registered("second_model"):  # it is for training only
         values[row.name.partition(".")[0]] = None
+    of_features = {row.name for row in registered("keys")}
     for row in registered("splits"):  # for training rows only
-        values["data"].pop(row.name.removeprefix("data."), None)
+        if row.name in of_features:
+            values["data"].pop(row.name.removeprefix("data."), None)
     overrides = [*overrides, *_set_data(values, folder, overrides, evaluates)]
     # A forward pass needs no global batch; this size divides among any ranks.
     training = values.setdefault("training", {})
