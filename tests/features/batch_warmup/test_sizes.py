@@ -97,7 +97,8 @@ def test_refusals(keys: list[str], ranks: int, message: str):
 
 def test_groups_of_lengths_are_refused():
     with pytest.raises(RecipeError, match=r"`data.group_by_length` is true, .* `training.batch_size_warmup` is set"):
-        load_recipe("bert_sample", [f"{KEY}.start=4", f"{KEY}.steps=5", "data.group_by_length=true"])
+        overrides = [f"{KEY}.start=4", f"{KEY}.steps=5", "data.group_by_length=true"]
+        batch_sizes(load_recipe("bert_sample", overrides).recipe)
 
 
 def test_a_plan_names_the_sizes():
