@@ -120,7 +120,8 @@ def main(argv: list[str]) -> int:
     os.register_at_fork(before=lambda: threads.append(len(os.listdir("/proc/self/task"))))
     try:
         for _ in range(int(argv[argv.index("--starts") + 1]) if "--starts" in argv else 1):
-            code = local.run_or_join(SimpleNamespace(recipe=recipe(32), behaviour=argv[0], chain=None), processes, restarts)
+            resolved = SimpleNamespace(recipe=recipe(32), behaviour=argv[0], chain=None)
+            code = local.run_or_join(resolved, processes, restarts)
         if "--starts" in argv:
             print(f"threads at the forks: {threads}")
         return code

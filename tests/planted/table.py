@@ -736,8 +736,8 @@ _TASKS = [
         "masking_ignores_the_row",
         "The same positions are masked in every row.",
         "features/masked_lm/masking.py",
-        "keys = row_keys(stream_key(self.seed, \"masking\", named), rows)",
-        "keys = row_keys(stream_key(self.seed, \"masking\", named), rows * 0)",
+        'keys = row_keys(stream_key(self.seed, "masking", named), rows)',
+        'keys = row_keys(stream_key(self.seed, "masking", named), rows * 0)',
         ("features/masked_lm/test_masking.py",),
     ),
     Defect(

@@ -96,9 +96,10 @@ def test_refusals(keys: list[str], ranks: int, message: str):
 
 
 def test_groups_of_lengths_are_refused():
+    words = [f"{KEY}.start=4", f"{KEY}.steps=5", "data.group_by_length=true", "training.global_batch_size=12"]
+    recipe = load_recipe("bert_sample", words).recipe
     with pytest.raises(RecipeError, match=r"`data.group_by_length` is true, .* `training.batch_size_warmup` is set"):
-        overrides = [f"{KEY}.start=4", f"{KEY}.steps=5", "data.group_by_length=true"]
-        batch_sizes(load_recipe("bert_sample", overrides).recipe)
+        plan_run(recipe, 1)
 
 
 def test_a_plan_names_the_sizes():
