@@ -21,10 +21,11 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.base.errors import DataError, UsageError
 from trainer.features.embeddings.head import SentenceHead
+from trainer.features.embeddings.losses import PAIR_LOSSES, TEACHER_LOSSES
 from trainer.features.embeddings.names import POOLINGS, DenseLayer
 from trainer.features.embeddings.prompts import Prompts
 from trainer.features.embeddings.retrieval import Retrieval
-from trainer.features.embeddings.section import PAIR_LOSSES, TEACHER_LOSSES, Embedding, TextTuples
+from trainer.features.embeddings.section import Embedding, TextTuples
 from trainer.features.embeddings.teaching import teacher_losses, teacher_scores
 from trainer.parallel.microbatch import POOLED
 from trainer.recipe.schema import TaskKeys

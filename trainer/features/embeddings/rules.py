@@ -1,16 +1,17 @@
-"""Rules on the keys of the tasks of embeddings."""
+"""Rules on the keys of the tasks of embeddings, which `section.py` passes; it imports this module, so not back."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
+from trainer.features.embeddings.losses import PAIR_LOSSES, TEACHER_LOSSES
 from trainer.features.embeddings.names import HIGHEST_SCALE
-from trainer.features.embeddings.section import PAIR_LOSSES, TEACHER_LOSSES, Embedding, TextTuples
 from trainer.recipe.paths import shown_value
 from trainer.recipe.schema.section import Contradiction, clash, repeated
 
 
-def of_tuples(keys: TextTuples) -> Iterator[Contradiction]:
+def of_tuples(keys: Any) -> Iterator[Contradiction]:
     """Yield the contradictions of the keys that all these tasks have."""
     yield from repeated("task.texts", [*keys.texts, *([keys.score] if keys.score else [])])
     if keys.loss == "multiple_negatives":
@@ -32,7 +33,7 @@ def of_tuples(keys: TextTuples) -> Iterator[Contradiction]:
         yield clash(text, "task.teacher_temperature", "task.loss")
 
 
-def of_embedding(keys: Embedding) -> Iterator[Contradiction]:
+def of_embedding(keys: Any) -> Iterator[Contradiction]:
     """Yield the contradictions of the keys of dense embeddings."""
     yield from _of_dimensions(keys)
     if keys.learn_temperature and keys.temperature < 1 / HIGHEST_SCALE:
@@ -58,7 +59,7 @@ def of_embedding(keys: Embedding) -> Iterator[Contradiction]:
         yield clash("does not apply to `task.loss` cosine; remove it", f"task.{key}", "task.loss")
 
 
-def _of_dimensions(keys: Embedding) -> Iterator[Contradiction]:
+def _of_dimensions(keys: Any) -> Iterator[Contradiction]:
     yield from repeated("task.dimensions", keys.dimensions or [])
     if keys.dimension_weights is not None and len(keys.dimension_weights) != len(keys.dimensions or []):
         number, expected = len(keys.dimension_weights), len(keys.dimensions or [])

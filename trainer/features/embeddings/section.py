@@ -7,15 +7,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from trainer.features.embeddings.losses import PAIR_LOSSES
 from trainer.recipe.schema.fields import Name
 from trainer.recipe.schema.section import Contradiction, clash
 from trainer.recipe.schema.task_keys import Start, TaskKeys, Traits
-
-PAIR_LOSSES = ("cosine", "cosent", "angle")
-"""The losses of two texts with a score."""
-
-TEACHER_LOSSES = ("margin_mse", "kl_divergence")
-"""The losses of a query and documents with the scores of a teacher."""
 
 
 class TextTuples(TaskKeys):

@@ -154,15 +154,13 @@ class StageChain:
             if not (self._resumes and "run" in written):
                 pending.append(stage)
                 continue
-            if changed := differences(written["training"], evidence.facts_of(self._facts_recipe(stage))):
+            facts = evidence.facts_of(facts_recipe(stage, self.stages[stage.name]))
+            if changed := differences(written["training"], facts):
                 raise UsageError(
                     f"the stage {stage.name} is done, but its training has changed: {changed}; restore the values, or"
                     f" remove {stage.folder} and the folders of the stages after it"
                 )
         return pending
-
-    def _facts_recipe(self, stage: Stage) -> Recipe:
-        return facts_recipe(stage, self.stages[stage.name])
 
     def _begin(self, stage: Stage) -> None:
         """Show that a stage begins, and write the run that it begins from."""

@@ -38,7 +38,7 @@ def resolve_chain(
     Raises:
         RecipeError: all problems of the recipe and its stages.
     """
-    own, common = _split(layer), merged(_without(root, _KEY), _without(layer, _KEY, _ONE))
+    own, common = layer.members.get(_KEY), merged(_without(root, _KEY), _without(layer, _KEY, _ONE))
     listed = root.members[_KEY]
     if own is not None and not isinstance(own.value, dict):  # the whole value is replaced
         listed, own = own, None
@@ -86,10 +86,6 @@ def _single(
             " not exist; run the recipe up to it first"
         )
     return recipes[stage.name]
-
-
-def _split(layer: Node) -> Node | None:
-    return layer.members.get(_KEY)
 
 
 def _without(node: Node, *keys: str) -> Node:
