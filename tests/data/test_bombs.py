@@ -15,7 +15,7 @@ from trainer.data.formats import base
 from trainer.data.formats.base import Files, TextOptions, require_bounded
 from trainer.data.formats.table import format_of, reader_of
 from trainer.data.readers import read_files
-from trainer.use.chunked_rows import read_chunks
+from trainer.tools.predict.chunked_rows import read_chunks
 
 ROWS, LONG = 2000, "word " * 200  # 2 MB of texts
 

@@ -13,8 +13,8 @@ from trainer.base.errors import DataError, UsageError
 from trainer.data.formats.base import TextOptions
 from trainer.data.sources import Splits, load_splits
 from trainer.recipe.schema import FileData
-from trainer.use.chunked_rows import read_chunks
-from trainer.use.prediction_files import spooled
+from trainer.tools.predict.chunked_rows import read_chunks
+from trainer.tools.predict.prediction_files import spooled
 
 
 def load(path: Path, content: str | bytes, **keys) -> Splits:

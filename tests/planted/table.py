@@ -1469,7 +1469,7 @@ _TRAINING = [
         "order = whole[_ROWS].argsort() if whole else None",
         "order = torch.arange(num_rows) if whole else None",
         (
-            "use/test_predict.py::test_predictions_equal_a_pipeline",
+            "tools/predict/test_predict.py::test_predictions_equal_a_pipeline",
             "features/question_answering/test_runs.py::test_any_number_of_ranks_gives_the_same_metrics",
         ),
     ),

@@ -52,7 +52,7 @@ def mine(
     from trainer.ranks.environment import detect
     from trainer.tools.mine import Limits
     from trainer.tools.mine import mine as mine_negatives
-    from trainer.use.prediction_files import STANDARD, Request, spooled
+    from trainer.tools.predict.prediction_files import STANDARD, Request, spooled
 
     if detect().has_ranks:
         raise UsageError("`trainer mine` starts its own processes; run it without a launcher")

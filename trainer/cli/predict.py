@@ -56,8 +56,8 @@ def predict(
     After a kill, the same command continues where it stopped. The columns are those of the recipe's task; it needs no
     labels.
     """
-    from trainer.use.predict import Prediction
-    from trainer.use.prediction_files import STANDARD, Request, spooled
+    from trainer.tools.predict.predict import Prediction
+    from trainer.tools.predict.prediction_files import STANDARD, Request, spooled
 
     sizes = [] if batch_size is None else [f"evaluation.batch_size={batch_size}"]
     resolved = trained_recipe(run, recipe, [*(overrides or ()), *sizes], processes, evaluates=False).resolved

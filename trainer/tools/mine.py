@@ -29,9 +29,9 @@ from trainer.data.sources import text_options
 from trainer.models.sentence_files import MODULES, read_json
 from trainer.recipe.schema import Data
 from trainer.tasks.registry import build_task
+from trainer.tools.predict.chunked_rows import input_format, json_line, output_format, read_chunks
+from trainer.tools.predict.prediction_files import Request
 from trainer.training.row_encoding import model_folder
-from trainer.use.chunked_rows import input_format, json_line, output_format, read_chunks
-from trainer.use.prediction_files import Request
 
 if TYPE_CHECKING:
     from trainer.use.trained import Trained

@@ -1,1 +1,1 @@
-"""The use of a trained model: evaluation, prediction and export."""
+"""The use of a trained model: evaluation and export."""

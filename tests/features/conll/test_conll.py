@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers.rows import load_files, write_rows
 from trainer.base.errors import DataError
-from trainer.use.chunked_rows import input_format, read_chunks
+from trainer.tools.predict.chunked_rows import input_format, read_chunks
 
 CONLL = "-DOCSTART- -X- O\n\nAda NNP B-PER\r\nruns VBZ O\n \n\nNew York\tNNP\tB-LOC\n# x O"
 CONLL_ROWS = [

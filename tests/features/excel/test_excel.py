@@ -12,8 +12,8 @@ from trainer.base.errors import DataError
 from trainer.data.formats.base import TextOptions
 from trainer.data.sources import load_splits
 from trainer.recipe.schema import FileData
+from trainer.tools.predict.chunked_rows import input_format, read_chunks
 from trainer.use import trained
-from trainer.use.chunked_rows import input_format, read_chunks
 
 ROWS = [{"text": "one", "label": "a"}, {"text": "two", "label": "b"}]
 

@@ -12,7 +12,7 @@ from trainer.base.errors import DataError
 from trainer.data.formats.table import reader_of
 from trainer.data.sources import load_splits
 from trainer.recipe.schema import FileData
-from trainer.use.chunked_rows import read_chunks
+from trainer.tools.predict.chunked_rows import read_chunks
 
 
 def parts_of(folder, *parts):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.use.test_predicting_texts import assert_turn_ends
+from tests.tools.predict.test_predicting_texts import assert_turn_ends
 
 TASK = {"type": "preference", "prompt": "asked", "chosen": "answer", "rejected": "worse", "loss": {"type": "orpo"}}
 

@@ -13,9 +13,9 @@ from transformers import pipeline
 
 from tests.helpers.tiny_run import NUM_VALIDATION_ROWS, write_tiny_image_run
 from tests.tools.certify.test_verifying import answered_here, assert_certified
+from tests.tools.predict.test_predicting_tasks import STEPS, check_classes, evaluated, shown
 from tests.tools.test_preview import assert_previewed
 from tests.training.test_run import metrics, train
-from tests.use.test_predicting_tasks import STEPS, check_classes, evaluated, shown
 from trainer.base.errors import ExitCode
 from trainer.cli import main
 from trainer.tools.certify import verifying

@@ -27,6 +27,7 @@ from trainer.tasks.generated import required_generator
 from trainer.tasks.registry import build_task
 from trainer.tasks.task import Task
 from trainer.tasks.types import EvaluatedSplit
+from trainer.tools.predict.prediction_files import Chunk, InputRows, Output, Request, naming_resumption
 from trainer.training.assembly import Assembly, assemble
 from trainer.training.preparation import Preparation
 from trainer.training.process_group import joined_ranks, open_mesh
@@ -34,7 +35,6 @@ from trainer.training.row_encoding import fitted, load_preparation, require_fitt
 from trainer.training.run_data import PreparedData
 from trainer.training.whole_split import gathered_rows
 from trainer.use.evaluate import progress_bar, with_class_names
-from trainer.use.prediction_files import Chunk, InputRows, Output, Request, naming_resumption
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -23,7 +23,7 @@ from tests.helpers.training import TINY_BERT, TINY_T5
 from trainer.base.errors import DataError
 from trainer.cli import main
 from trainer.features.masked_lm.masked_lm import MaskedLMTask
-from trainer.use.chunked_rows import read_chunks
+from trainer.tools.predict.chunked_rows import read_chunks
 
 Row = dict[str, Any]
 MODEL = {"config": {**TINY_BERT, "initializer_range": 0.2}}

@@ -22,8 +22,8 @@ from tests.helpers.training import tiny_recipe
 from trainer.base.errors import ExitCode, UsageError
 from trainer.base.owned_lock import OwnedLock
 from trainer.cli import main
-from trainer.use import prediction_files
-from trainer.use.prediction_files import spooled
+from trainer.tools.predict import prediction_files
+from trainer.tools.predict.prediction_files import spooled
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from trainer.data.formats.table import reader_of
 from trainer.data.row_transform import SourceTransform, transform_of
 from trainer.data.sources import text_options
 from trainer.recipe.schema import Data, FileData, Recipe
-from trainer.use.chunked_rows import input_format, json_line, output_format, read_chunks
+from trainer.tools.predict.chunked_rows import input_format, json_line, output_format, read_chunks
 
 if TYPE_CHECKING:
     from datasets import Dataset
