@@ -607,7 +607,8 @@ def assemble(
     Raises:
         TrainerError: The parts cannot be built.
     """
-    from trainer.launch.local import plan_start, set_threads
+    from trainer.launch.local import plan_start
+    from trainer.launch.rank_job import set_threads
     from trainer.recipe.plan import plan_run
     from trainer.training import assembly, checking, process_group
 

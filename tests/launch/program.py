@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import torch
 
 from trainer.base.errors import DataError, NonFiniteError, TrainerError, UsageError
-from trainer.launch import local
+from trainer.launch import attempts, local
 from trainer.ranks.environment import LaunchEnvironment
 from trainer.recipe.schema import Recipe
 
@@ -110,8 +110,8 @@ sys.modules["trainer.training.run"].run = run  # type: ignore[attr-defined]
 
 def main(argv: list[str]) -> int:
     if "--hung" in argv:  # the file server of the run folder
-        local.read_statuses = lambda folder: time.sleep(600)
-        local._DISK_SECONDS = 0.5
+        attempts.read_statuses = lambda folder: time.sleep(600)
+        attempts._DISK_SECONDS = 0.5
     if "--spawn" in argv:
         local._start_method = lambda: "spawn"
     processes = int(argv[argv.index("--processes") + 1]) if "--processes" in argv else None

@@ -204,7 +204,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
     from trainer.base.errors import LaunchError
     from trainer.launch import local
 
-    monkeypatch.setattr(local, "_num_gpus", lambda: 2)
+    monkeypatch.setattr(local, "num_gpus", lambda: 2)
     local._require_devices(2)
     with pytest.raises(LaunchError, match="3 processes need 3 GPUs, but this machine shows 2"):
         local._require_devices(3)
@@ -219,7 +219,7 @@ def test_ranks_of_a_launcher_may_see_one_gpu_each(monkeypatch, visible):
     from trainer.recipe.reading.loading import load_recipe
 
     ranks = LaunchEnvironment("srun", rank=1, local_rank=1, world_size=4, local_world_size=4)
-    monkeypatch.setattr(local, "_num_gpus", lambda: visible)
+    monkeypatch.setattr(local, "num_gpus", lambda: visible)
     monkeypatch.setattr(local, "detect", lambda: ranks)
     if visible == 1:
         assert local.plan_start(load_recipe("bert_sample", ()), None, 0) == (ranks, None)
@@ -230,7 +230,7 @@ def test_ranks_of_a_launcher_may_see_one_gpu_each(monkeypatch, visible):
 
 def test_a_spawned_rank_repeats_registrations(tmp_path, monkeypatch):
     from trainer.base import extensions
-    from trainer.launch import local
+    from trainer.launch import attempts
     from trainer.ranks.environment import LaunchEnvironment
     from trainer.recipe.reading.loading import load_recipe
 
@@ -242,8 +242,8 @@ def test_a_spawned_rank_repeats_registrations(tmp_path, monkeypatch):
     def job(resolved, environment):
         return int(row[:2] not in extensions._registered)
 
-    work = local._Work(load_recipe("bert_sample", ()), job, [row])
-    assert local._run_rank(work, LaunchEnvironment("none", error_file=tmp_path / "error.json")) == 0
+    work = attempts._Work(load_recipe("bert_sample", ()), job, [row])
+    assert attempts._run_rank(work, LaunchEnvironment("none", error_file=tmp_path / "error.json")) == 0
 
 
 @pytest.mark.slow
@@ -298,5 +298,5 @@ def test_ranks_with_gpus_are_no_forks(monkeypatch, gpus, method):
     from trainer.launch import local
 
     monkeypatch.setattr(local.sys, "platform", "linux")
-    monkeypatch.setattr(local, "_num_gpus", lambda: gpus)
+    monkeypatch.setattr(local, "num_gpus", lambda: gpus)
     assert local._start_method() == method

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from trainer.base.errors import TrainerError
-from trainer.launch.local import _first_error
+from trainer.launch.attempts import _first_error
 from trainer.ranks.report import Report
 
 

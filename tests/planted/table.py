@@ -1511,7 +1511,7 @@ _LAUNCH = [
     Defect(
         "non_finite_run_restarted",
         "A run that ended with a loss that is not finite is started again.",
-        "launch/local.py",
+        "launch/attempts.py",
         "if error.exit_code != ExitCode.FAILED or stop.signal is not None:",
         "if stop.signal is not None:",
         ("launch/test_faults.py::TestBadSteps::test_end_the_run_where_none_is_allowed_without_a_restart[ddp]",),
@@ -1519,7 +1519,7 @@ _LAUNCH = [
     Defect(
         "exit_code_of_the_ranks_lost",
         "The exit code of a failed rank is replaced by that of a crash.",
-        "launch/local.py",
+        "launch/attempts.py",
         "first, error = reports[0], reports[0].error",
         "first, error = reports[0], TrainerError(str(reports[0].error))",
         ("launch/test_local.py::test_the_exit_code_of_the_ranks_is_handed_through[infinite-3-how2]",),

@@ -1,44 +1,27 @@
 """Start of the local ranks of a run, and entry of a rank that a launcher has started.
 
-Without GPUs, local ranks are forks of this process and need not import torch again. A rank writes its error to a file,
-and the first failure is shown once, after all other output.
+Without GPUs, local ranks are forks of this process and need not import torch again.
 """
 
 from __future__ import annotations
 
-import importlib
-import os
-import signal
-import socket
 import sys
-import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from trainer.base import extensions
 from trainer.base.collector import importing
-from trainer.base.disk import within
-from trainer.base.errors import ExitCode, LaunchError, LostPeerError, StoppedError, TrainerError
-from trainer.base.scratch import scratch_folder
-from trainer.base.terminal import say
-from trainer.base.text import one_line
-from trainer.observe.heartbeat import Status, read_statuses
+from trainer.base.errors import LaunchError
+from trainer.launch.rank_job import Job, num_gpus, set_threads
 from trainer.observe.observer import NO_CALLBACKS, Callbacks
-from trainer.ranks.environment import LaunchEnvironment, detect, threads_per_rank
-from trainer.ranks.report import Report, read_reports
-from trainer.ranks.stopping import SHOW_CURSOR, stop_before_training
+from trainer.ranks.environment import LaunchEnvironment, detect
+from trainer.ranks.stopping import stop_before_training
 from trainer.recipe.plan import plan_run
 from trainer.recipe.strategies import STRATEGIES, Strategy
 
 if TYPE_CHECKING:
-    from trainer.launch.processes import Ended, StartMethod, Stop
+    from trainer.launch.processes import StartMethod
     from trainer.recipe.reading.loading import ResolvedRecipe
-
-Job: TypeAlias = "Callable[[ResolvedRecipe, LaunchEnvironment], int]"
-"""The work of a rank, which returns its exit code; picklable."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +45,6 @@ class Training:
 
 
 _TRAINING = Training()
-_DISK_SECONDS = 5.0  # to read the positions of the ranks: the file server of their folder may hang
-_RESTART_SECONDS = 1.0  # pause between two attempts, because the old ranks may still hold resources
 
 
 def run_or_join(resolved: ResolvedRecipe, processes: int | None, max_restarts: int = 0, job: Job = _TRAINING) -> int:
@@ -132,7 +113,7 @@ def plan_start(
             elastic_launch(environment.elastic_nodes).check(recipe, environment)
         else:
             plan_run(recipe, environment.world_size, environment.local_world_size)
-        if _num_gpus() != 1:  # a batch system may show each rank only its own GPU; the ranks compare them
+        if num_gpus() != 1:  # a batch system may show each rank only its own GPU; the ranks compare them
             _require_devices(environment.local_world_size)
         return environment, None
     number = _number_of_processes(environment, processes, STRATEGIES[recipe.parallel.strategy])
@@ -149,19 +130,12 @@ def _number_of_processes(environment: LaunchEnvironment, processes: int | None, 
         return processes
     if environment.is_alone and environment.feature is not None:
         return environment.feature.local_ranks(environment)
-    return strategy.local_ranks(_num_gpus())
-
-
-def _num_gpus() -> int:
-    with importing():
-        import torch
-
-    return torch.cuda.device_count()
+    return strategy.local_ranks(num_gpus())
 
 
 def _require_devices(local_ranks: int) -> None:
     """Require one GPU for each rank if the machine has GPUs; ranks on the same GPU would wait for each other."""
-    gpus = _num_gpus()
+    gpus = num_gpus()
     if 0 < gpus < local_ranks:
         raise LaunchError(
             f"{local_ranks} processes need {local_ranks} GPUs, but this machine shows {gpus};"
@@ -173,45 +147,6 @@ def join(resolved: ResolvedRecipe, environment: LaunchEnvironment, job: Job = _T
     """Run the rank of this process; return its exit code."""
     set_threads(environment)
     return job(resolved, environment)
-
-
-def set_threads(environment: LaunchEnvironment) -> None:
-    """Share the cores of this machine among its ranks."""
-    with importing():
-        import torch
-
-    if environment.world_size > 1 and (threads := threads_per_rank(environment)) is not None:
-        torch.set_num_threads(threads)
-
-
-def _start(
-    resolved: ResolvedRecipe, number: int, max_restarts: int, job: Job, rank: LaunchEnvironment | None = None
-) -> int:
-    """Run `number` local ranks to their end, with restarts after failures; return their exit code."""
-    method = _start_method()
-    from trainer.launch.processes import stop_signals  # one process alone starts no other
-
-    with stop_signals() as stop:
-        if method == "fork":
-            with importing():
-                importlib.import_module("trainer.training.run")  # one import for all ranks and restarts
-        for restart in range(1, max_restarts + 1):
-            try:
-                return _attempt(resolved, number, method, stop, job, rank)
-            except TrainerError as error:
-                # The other errors would come again: those of the user, non-finite losses, and stops.
-                if error.exit_code != ExitCode.FAILED or stop.signal is not None:
-                    raise
-                restarts = f"restart {restart} of {max_restarts}: all ranks start again from the last checkpoint"
-                say(*error.lines, restarts, err=True)
-            time.sleep(_RESTART_SECONDS)
-            if stop.signal is not None:
-                raise StoppedError(
-                    f"stopped by {stop.signal.name} before the restart; the last checkpoint is unchanged"
-                )
-            # The first attempt may have left checkpoints, which `resume` never would refuse.
-            resolved = _resuming(resolved)
-        return _attempt(resolved, number, method, stop, job, rank)
 
 
 def run_on_fresh_ranks(resolved: ResolvedRecipe, number: int, job: Job, rank: LaunchEnvironment | None = None) -> int:
@@ -227,135 +162,20 @@ def run_on_fresh_ranks(resolved: ResolvedRecipe, number: int, job: Job, rank: La
     """
     local = rank.local_world_size if rank else number
     plan_run(resolved.recipe, number, local)
-    if rank is None or _num_gpus() != 1:  # see `plan_start`
+    if rank is None or num_gpus() != 1:  # see `plan_start`
         _require_devices(local)
     return _start(resolved, number, 0, job, rank)
 
 
-def _resuming(resolved: ResolvedRecipe) -> ResolvedRecipe:
-    """Return the recipe of a restart, which resumes from the checkpoints of this run in the folder."""
-    recipe = resolved.recipe
-    if recipe.checkpoint.resume == "auto":
-        return resolved
-    checkpoint = recipe.checkpoint.model_copy(update={"resume": "auto"})
-    return replace(resolved, recipe=recipe.model_copy(update={"checkpoint": checkpoint}))
-
-
-def _attempt(
-    resolved: ResolvedRecipe, number: int, method: StartMethod, stop: Stop, job: Job, rank: LaunchEnvironment | None
+def _start(
+    resolved: ResolvedRecipe, number: int, max_restarts: int, job: Job, rank: LaunchEnvironment | None = None
 ) -> int:
-    """Run `number` local ranks once, or one rank of a job; return their exit code."""
-    from trainer.launch.processes import LocalRanks
+    method = _start_method()
+    from trainer.launch.attempts import run_ranks  # one process alone starts no other
 
-    if stop.signal is not None:
-        raise _stopped_early(stop.signal)
-    with scratch_folder() as folder:
-        registered = extensions.needed_elsewhere() if method == "spawn" else []  # forks have it
-        ranks = LocalRanks(_run_rank, _Work(resolved, job, registered), number, method, folder, rank)
-        ends = ranks.wait(stop)
-        failures = [end for end in ends if end.has_failed]
-        if not failures:
-            # A rank that has not failed is done (0), or stopped with a checkpoint (75), which is then the end of the
-            # run.
-            return max(end.exit_code for end in ends)
-        if sys.stdout.isatty():  # a killed rank 0 leaves the cursor hidden
-            os.write(sys.stdout.fileno(), SHOW_CURSOR)
-        # Killed ranks leave no reports, and their ends follow from the stop.
-        if stop.signal is not None and ranks.was_killed:
-            raise TrainerError(
-                f"stopped by {stop.signal.name}; the ranks were killed before they had saved; earlier checkpoints"
-                " are unchanged"
-            )
-        # The positions of the ranks are in the folder of the run, on a disk that may be the cause of the failure.
-        place, none = Path(resolved.recipe.checkpoint.folder), dict[int, Status]()
-        statuses = within(_DISK_SECONDS, lambda: read_statuses(place), none)
-        # The other ranks of a job leave their reports elsewhere.
-        raise _error_of(failures[0], read_reports(folder), statuses, 0 if rank else number, stop)
+    return run_ranks(resolved, number, max_restarts, job, rank, method)
 
 
 def _start_method() -> StartMethod:
     """Return fork, which keeps torch imported, on Linux without GPUs: CUDA in use does not survive a fork."""
-    return "spawn" if _num_gpus() or sys.platform != "linux" else "fork"
-
-
-@dataclass(frozen=True)
-class _Work:
-    """The work of the local ranks; `registered` is that of `extensions.needed_elsewhere`."""
-
-    resolved: ResolvedRecipe
-    job: Job
-    registered: Sequence[tuple[str, str, str]]
-
-
-def _run_rank(work: _Work, environment: LaunchEnvironment) -> int:
-    """Run one local rank; return its exit code, and write an error to the rank's error file."""
-    try:
-        extensions.load()  # a spawned rank has not loaded the recipe itself
-        extensions.repeat(work.registered)
-        set_threads(environment)
-        with extensions.around("rank", work.resolved, environment):
-            return work.job(work.resolved, environment)
-    except TrainerError as caught:
-        error = caught
-    except Exception:
-        error = TrainerError.of_lines(traceback.format_exc())
-    assert environment.error_file is not None
-    Report(environment.rank, error).write(environment.error_file)
-    if environment.rank > 0 or isinstance(error, LostPeerError):
-        # The first exit ends all ranks, so this rank lets rank 0 show its summary, or lets the cause exit first.
-        time.sleep(1)
-    return error.exit_code
-
-
-def _stopped_early(number: signal.Signals) -> StoppedError:
-    return StoppedError(f"stopped by {number.name} before the first step; nothing was lost")
-
-
-def _error_of(
-    first: Ended, reports: Sequence[Report], statuses: Mapping[int, Status], number: int, stop: Stop
-) -> TrainerError:
-    """Return the error nearest to the cause.
-
-    If the first rank has no report, it died suddenly, and the others failed because of it. Otherwise the earliest
-    report is nearest to the cause.
-    """
-    if first.rank in (report.rank for report in reports):
-        return _first_error(reports, statuses, number)
-    if stop.signal is not None and first.exit_code == -signal.SIGTERM:
-        return _stopped_early(stop.signal)
-    rank = _described(first.rank, statuses, first.pid)
-    if first.exit_code < 0:
-        reason = "; the system does so when memory runs out" if first.exit_code == -signal.SIGKILL else ""
-        return TrainerError(f"{rank} was killed by {_signal_name(-first.exit_code)}{reason}")
-    return TrainerError(f"{rank} exited with code {first.exit_code} and no error message")
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"
-
-
-def _described(rank: int, statuses: Mapping[int, Status], pid: int | None = None) -> str:
-    """Describe a rank, with its progress if it had begun to train; `pid` is its process if that is known."""
-    status, host = statuses.get(rank), socket.gethostname()
-    if status is not None and pid in (None, status.pid):
-        return f"rank {rank} (process {status.pid} on {host}), {status},"
-    return f"rank {rank}" if pid is None else f"rank {rank} (process {pid} on {host})"
-
-
-def _first_error(reports: Sequence[Report], statuses: Mapping[int, Status], number: int) -> TrainerError:
-    """Return the error of the earliest report, and name ranks without a report, which may have been killed before."""
-    first, error = reports[0], reports[0].error
-    if error.exit_code is not ExitCode.FAILED or first.is_of_all:
-        return error
-    silent = sorted(set(range(number)) - {report.rank for report in reports})
-    names = [_described(rank, statuses) for rank in silent]
-    hint = f"\n{', '.join(names)} left no error; the system may have killed it" if silent else ""
-    is_shared = sum(str(report.error) == str(error) for report in reports) > 1  # the error of any rank, on all of them
-    who = "" if is_shared else f"{_described(first.rank, statuses)} failed:\n"
-    message = "\n".join(map(one_line, error.lines))
-    error.args = (f"{who}{message}{hint}",)
-    error.has_lines = True
-    return error
+    return "spawn" if num_gpus() or sys.platform != "linux" else "fork"

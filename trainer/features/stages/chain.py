@@ -13,7 +13,8 @@ from trainer.base.terminal import say
 from trainer.checkpoint.identity import differences
 from trainer.features.stages import evidence
 from trainer.features.stages.stage import Stage, StageTrees
-from trainer.launch.local import plan_start, run_or_join, set_threads
+from trainer.launch.local import plan_start, run_or_join
+from trainer.launch.rank_job import set_threads
 from trainer.ranks.environment import LaunchEnvironment, detect
 from trainer.ranks.stopping import StopRequest, stop_before_training
 from trainer.recipe.plan import plan_run
