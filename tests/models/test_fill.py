@@ -31,9 +31,10 @@ from tests.helpers.training import Curve, tiny_recipe, train_tiny
 from trainer.base.errors import UsageError
 from trainer.models import fill
 from trainer.models.describe import ModelUse, describe
-from trainer.models.fill import _place_whole, build_model, load_whole
+from trainer.models.fill import build_model
 from trainer.models.hub_files import CannotLoadPartsError, pretrained_files
 from trainer.models.place import ModelCut, PlacedModel, ShardChoice
+from trainer.models.whole_model import load_whole, place_whole
 from trainer.parallel.dropout import DropoutKeys
 from trainer.parallel.row_groups import RowGroups
 from trainer.parallel.shards.slices import part_of
@@ -75,7 +76,7 @@ def built(
     described = describe(Model.model_validate(recipe), Training.model_validate(training), use)
     if cut:
         return build_model(described, ModelCut(RowGroups(dist.group.WORLD), shard=shard))
-    return _place_whole(described, ModelCut(), CannotLoadPartsError())
+    return place_whole(described, ModelCut(), CannotLoadPartsError())
 
 
 def differences(recipe: Mapping[str, Any], head: str, ignored_notes: int = 0) -> list[str]:

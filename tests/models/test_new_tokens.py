@@ -37,7 +37,7 @@ from trainer.base.errors import UsageError
 from trainer.engine.state import MODEL_PREFIX
 from trainer.models.configuration import load_config
 from trainer.models.describe import ModelUse, describe
-from trainer.models.fill import load_whole
+from trainer.models.whole_model import load_whole
 from trainer.parallel.tensor.trained_rows import ROWS
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe

@@ -5,10 +5,8 @@ filled one by one. Each comes from the slices that this rank reads from the file
 for a moment. No rank holds more than its part. If data ranks shard the parameters, the model stays on `meta`, and this
 rank's shards lie beside it.
 
-transformers loads the checkpoint into the model once with tensors on `meta`. This load maps tensors of the files to
-parameters, and finds missing and unexpected ones.
-
-A model that cannot be filled in parts (`CannotLoadPartsError`) is loaded whole by transformers before it is placed.
+`matching.py` maps tensors of files to parameters. A model that cannot be filled in parts (`CannotLoadPartsError`) is
+loaded whole (`whole_model.py`).
 """
 
 from __future__ import annotations
@@ -17,34 +15,27 @@ import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
     convert_and_load_state_dict_in_model,
-    rename_source_key,
 )
 from transformers.modeling_utils import LoadStateDictConfig
-from transformers.utils import CONFIG_NAME
-from transformers.utils import logging as transformers_logging
 
 from trainer.base.errors import UsageError
 from trainer.models.added import values_of
-from trainer.models.configuration import vocabulary_size
-from trainer.models.describe import ModelDescription, sizes_differ
+from trainer.models.describe import ModelDescription
 from trainer.models.draw import draw_weights
-from trainer.models.hub_files import CannotLoadPartsError, is_adapter, one_line, require_safe_shards
+from trainer.models.hub_files import CannotLoadPartsError, is_adapter, one_line, without_report
 from trainer.models.names import aliases, replace_in
 from trainer.models.place import ModelCut, Origin, PlacedModel, ShardChoice, place
-from trainer.models.registered_forms import form_of
-from trainer.models.stored_weights import StoredWeights
+from trainer.models.stored_weights import Sources, StoredWeights
 from trainer.parallel.placement import ParameterPlacement
 from trainer.parallel.stored_in_parts import weights_in_parts
 from trainer.recipe.schema import Model
@@ -79,76 +70,9 @@ def build_model(
                     f"`parallel.load` is broadcast, but each rank must read this model whole, because {reason}; use"
                     " read"
                 ) from reason
-            return _place_whole(described, cut, reason)
+            from trainer.models.whole_model import place_whole  # most models are filled in parts
 
-
-def _place_whole(described: ModelDescription, cut: ModelCut, reason: CannotLoadPartsError) -> PlacedModel:
-    keys = described.new_keys()
-    model, drawn, notes = load_whole(described)
-    # In a random model all is drawn, which is no news for the user.
-    lacking = () if described.recipe.is_random else drawn
-    prepared = described.prepare(model, lacking, keys)
-    notes = [*notes, *described.check_invariance(model, keys), *prepared]
-    if cut != ModelCut():
-        notes.append(f"every rank held the whole model for a moment while it was built, because {reason}")
-    # The strategy shards whole parameters itself, so no shard is cut here.
-    return place(model, replace(cut, shard=None, expert_shard=None), keys, notes, lacking, described.groups(model))
-
-
-def load_whole(described: ModelDescription) -> tuple[nn.Module, list[str], list[str]]:
-    """Return the model as transformers loads it, the names of weights that are drawn instead, and notes."""
-    recipe, seed = described.recipe, described.seed
-    with torch.random.fork_rng(devices=[]):
-        # transformers draws weights that a checkpoint lacks; `draw_weights` replaces them by layout-invariant ones.
-        torch.manual_seed(seed)
-        if recipe.is_random:
-            model = described.instantiate()
-            drawn = [name for name, _ in model.named_parameters()]
-            draw_weights(model, drawn, seed)
-            return model, drawn, []
-        require_safe_shards(recipe, described.config)
-        tensors = _fitted_tensors(described)
-        with without_report():
-            model, loading = described.model_class.from_pretrained(
-                recipe.name_or_path if tensors is None else None,
-                config=described.config,
-                state_dict=tensors,
-                revision=recipe.revision or "main",
-                use_safetensors=True,  # a pickle can run code
-                trust_remote_code=False,
-                output_loading_info=True,
-                **described.keyword_arguments,
-            )
-    if tensors is not None:
-        _take_origin(model, recipe)
-    # transformers returns a set, which has another order in each process.
-    missing = sorted(loading["missing_keys"])
-    if missing:
-        draw_weights(model, missing, seed)
-    return model, missing, _loading_notes(missing, loading)
-
-
-def _fitted_tensors(described: ModelDescription) -> dict[str, Tensor] | None:
-    recipe, form = described.recipe, form_of(described.recipe)
-    if recipe.new_tokens is None and form is None and not recipe.new_head:
-        return None
-    try:
-        plain = StoredWeights(described.files())
-        stored = fitted(described, plain)
-    except CannotLoadPartsError as error:
-        key = "model.new_tokens" if recipe.new_tokens is not None else form.key if form else "model.new_head"
-        raise UsageError(
-            f"`{key}` needs weights in safetensors files of the model itself, but {error}; save the model"
-            " again with `save_pretrained` of transformers"
-        ) from error
-    # If no tensor was changed, transformers reads the files itself, without a second copy in memory.
-    return None if stored is plain else {key: stored.read(key) for key in stored.shapes}
-
-
-def _loading_notes(missing: Sequence[str], loading: Mapping[str, Any]) -> list[str]:
-    notes = [f"not in the checkpoint, initialised at random: {', '.join(missing)}"] if missing else []
-    unexpected = sorted(loading["unexpected_keys"])
-    return [*notes, f"in the checkpoint, not in this model: {', '.join(unexpected)}"] if unexpected else notes
+            return place_whole(described, cut, reason)
 
 
 def is_loaded_whole(recipe: Model, model: nn.Module) -> bool:
@@ -175,7 +99,11 @@ def _made_with(model: nn.Module) -> str | None:
 def _fill_parts(described: ModelDescription, cut: ModelCut, node: NodeRanks | None) -> PlacedModel:
     """Build a model in parts that are bit for bit equal to a cut of the whole model."""
     files = [] if described.recipe.is_random else described.files()
-    stored = fitted(described, _opened(files, node))
+    stored = _opened(files, node)
+    if not described.recipe.is_random:
+        from trainer.models.matching import fitted
+
+        stored = fitted(described, stored)
     seed = described.seed
     # The model's own rules may draw; the random numbers of the caller stay where they are.
     with torch.random.fork_rng(devices=[]):
@@ -210,7 +138,7 @@ def _opened(files: Sequence[str], node: NodeRanks | None) -> StoredWeights:
     return SharedWeights(files, node)
 
 
-def _origin(parts: _Parts, whole: nn.Module, sources: _Sources, stored: StoredWeights, seed: int) -> Origin:
+def _origin(parts: _Parts, whole: nn.Module, sources: Sources, stored: StoredWeights, seed: int) -> Origin:
     """Return the source of filled parts, which are read into `parts.shards`; those that need a conversion are not."""
     drawn = set(sources.missing)
     # Files are opened again at the first read only.
@@ -231,42 +159,7 @@ def _origin(parts: _Parts, whole: nn.Module, sources: _Sources, stored: StoredWe
     return Origin(names, {name: stored.dtypes[key] for name, key in sources.renamed.items()}, read)
 
 
-def check_weights(described: ModelDescription, compares_sizes: bool = True) -> list[str]:
-    """Check that the files of pretrained weights exist and fit the model; their values are not read.
-
-    Returns the parameters that the files lack, as far as these can be compared.
-
-    Args:
-        compares_sizes: whether to compare sizes, which may depend on options of the task.
-
-    Raises:
-        UsageError: the files are missing, or of other sizes.
-    """
-    if described.recipe.is_random:
-        return []
-    require_safe_shards(described.recipe, described.config)
-    if not compares_sizes:
-        return []
-    with described.explained():
-        try:
-            return _match(described, fitted(described, StoredWeights(described.files())))[1].missing
-        except CannotLoadPartsError:
-            return []  # such a model is compared when it is loaded
-
-
-@dataclass
-class _Sources:
-    """The tensors of a checkpoint that fill the parameters and buffers of a model."""
-
-    renamed: dict[str, str] = field(default_factory=dict)  # name in the model: key in the checkpoint
-    converted: list[list[str]] = field(default_factory=list)  # groups of keys that are merged or split together
-    missing: list[str] = field(default_factory=list)  # names in the model
-    notes: list[str] = field(default_factory=list)
-
-
-def empty_parts(
-    described: ModelDescription, cut: ModelCut, stored: StoredWeights
-) -> tuple[_Parts, nn.Module, _Sources]:
+def empty_parts(described: ModelDescription, cut: ModelCut, stored: StoredWeights) -> tuple[_Parts, nn.Module, Sources]:
     """Return the placed model on `meta`, the whole model on `meta`, and where their tensors come from."""
     if described.recipe.is_random:
         try:
@@ -274,10 +167,12 @@ def empty_parts(
                 model = described.instantiate()
         except RuntimeError as error:
             raise CannotLoadPartsError(f"transformers cannot make it on meta ({one_line(error)})") from error
-        sources, lacking = _Sources(missing=[name for name, _ in model.named_parameters()]), []
+        sources, lacking = Sources(missing=[name for name, _ in model.named_parameters()]), []
     else:
-        model, sources = _match(described, stored)
-        _take_origin(model, described.recipe)
+        from trainer.models.matching import match, take_origin
+
+        model, sources = match(described, stored)
+        take_origin(model, described.recipe)
         lacking = sources.missing
     # Before `prepare` and `place` change `model`: draws and conversions follow the rules of the whole, plain model.
     whole = copy.deepcopy(model)  # its modules are drawn and converted one at a time
@@ -295,147 +190,6 @@ def empty_parts(
     names += [group for group in aliases(model).values() if known.isdisjoint(group)]
     placed = place(model, cut, keys, notes, lacking, described.groups(model))
     return _Parts(placed, factors, names, starts), whole, sources
-
-
-@contextmanager
-def without_report() -> Iterator[None]:
-    """Hide the report and the bar of transformers for a load, one for each rank: notes of the build say the same."""
-    verbosity, had_bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if had_bar:
-            transformers_logging.enable_progress_bar()
-
-
-def fitted(described: ModelDescription, stored: StoredWeights) -> StoredWeights:
-    """Return stored weights by the names of whole ones, with the rows of new tokens and without those of a new head."""
-    form = form_of(described.recipe)
-    encoded = form is not None and form.stored_in(stored.shapes)
-    recipe = described.recipe
-    if recipe.is_random or not (encoded or recipe.new_tokens or recipe.new_head):
-        return stored
-    from trainer.models.changed_weights import EnlargedWeights, FewerWeights  # most models keep their shapes
-
-    model = described.on_meta()
-    renamed = renamed_keys(model, stored)[0]
-    if recipe.new_head:
-        head = _head(model, renamed, recipe)
-        stored = FewerWeights(stored, {renamed.pop(name) for name in head})
-    shapes = {key: tuple(model.state_dict()[name].shape) for name, key in renamed.items()}
-    if form is not None and encoded:
-        described.adapt(model)
-        stored = form.opened(recipe, stored, model, renamed, shapes)
-    if not recipe.new_tokens:
-        return stored
-    size = vocabulary_size(described.config)
-    larger = {key: after for key, after in shapes.items() if _has_more_tokens(stored.shapes[key], after, size)}
-    return EnlargedWeights(stored, larger)
-
-
-def _head(model: nn.Module, renamed: Mapping[str, str], recipe: Model) -> list[str]:
-    head = [name for name in renamed if _is_in_head(model, name)]
-    if not head or len(head) == len(renamed):
-        raise UsageError(
-            f"`model.new_head` is true, but the checkpoint {recipe.name_or_path} has no head for this task that"
-            " could be replaced; set it to false"
-        )
-    return head
-
-
-def _is_in_head(model: Any, name: str) -> bool:
-    return not name.startswith(f"{model.base_model_prefix}.")
-
-
-def _has_more_tokens(before: Sequence[int], after: Sequence[int], size: int | None) -> bool:
-    """Return whether exactly one dimension differs, and has grown to the size of the vocabulary."""
-    changes = [(old, new) for old, new in zip(before, after, strict=False) if old != new]
-    return len(before) == len(after) and len(changes) == 1 and changes[0][0] < changes[0][1] == size
-
-
-def _match(described: ModelDescription, stored: StoredWeights) -> tuple[nn.Module, _Sources]:
-    with without_report():
-        model, loading = described.model_class.from_pretrained(
-            None,
-            config=described.config,
-            # Tensors without memory: transformers matches names and shapes, and reads nothing.
-            state_dict={key: torch.empty(shape, device="meta") for key, shape in stored.shapes.items()},
-            device_map="meta",
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # the error below names them
-            **described.keyword_arguments,
-        )
-    if mismatched := sorted(loading["mismatched_keys"]):
-        shapes = "; ".join(f"{name} is {list(stored)} and not {list(shape)}" for name, stored, shape in mismatched[:3])
-        in_head = [_is_in_head(model, name) for name, *_ in mismatched]
-        raise sizes_differ(f"{len(mismatched)} weights ({shapes})", all(in_head))
-    return model, _sources(model, stored, loading)
-
-
-def _sources(model: Any, stored: StoredWeights, loading: Mapping[str, Any]) -> _Sources:
-    """Map tensors of the files to those of the model, and tie weights that the files hold twice with equal values.
-
-    transformers ties such weights, too, when it loads their values.
-    """
-    renamed, converted = renamed_keys(model, stored)
-    missing = sorted(loading["missing_keys"])
-    notes = []
-    # A list, because the loop deletes ties.
-    for target, source in list(model.all_tied_weights_keys.items()):
-        if target not in renamed or source not in renamed:
-            continue
-        if stored.equal(renamed[target], renamed[source]):
-            replace_in(model, target, model.get_parameter(source))
-            del renamed[target]
-        else:
-            del model.all_tied_weights_keys[target]
-            notes.append(f"differ in the checkpoint, so they are not tied: {source}, {target}")
-    return _Sources(renamed, converted, missing, [*notes, *_loading_notes(missing, loading)])
-
-
-def renamed_keys(model: Any, stored: StoredWeights) -> tuple[dict[str, str], list[list[str]]]:
-    """Return the tensors of files by the parameters that they fill, and groups of those that are merged or split.
-
-    The rules are those of transformers for the model class.
-    """
-    rules = get_model_conversion_mapping(model)
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    expected, prefix = model.state_dict(), model.base_model_prefix
-    renamed: dict[str, str] = {}
-    converted: dict[str, list[str]] = {}
-    for key in stored.shapes:
-        name, pattern = rename_source_key(key, renamings, converters, prefix, expected)
-        # Rules for older names may also match a current name.
-        if name not in expected and key in expected:  # a current name that matches the rule for an older one
-            name, pattern = rename_source_key(key, [], [], prefix, expected)
-        if name not in expected:
-            continue
-        if pattern is not None:
-            # A converter merges or splits tensors, so their parts cannot be read in slices.
-            converted.setdefault(name, []).append(key)
-        elif name in renamed:
-            raise CannotLoadPartsError(f"{key} and {renamed[name]} in its files are both {name}")
-        else:
-            renamed[name] = key
-    return renamed, list(converted.values())
-
-
-def _take_origin(model: Any, recipe: Model) -> None:
-    """Set the name of the model's origin, and its generation configuration, as transformers does."""
-    name = str(recipe.name_or_path)
-    model.name_or_path = model.config.name_or_path = name
-    if model.can_generate():
-        revision = recipe.revision or "main"
-        try:
-            model.generation_config = GenerationConfig.from_pretrained(name, revision=revision)
-        except OSError:  # older folders have the settings in `config.json`, without which a configuration is made
-            model.generation_config = GenerationConfig.from_pretrained(
-                name, config_file_name=CONFIG_NAME, revision=revision, _from_model_config=True
-            )
 
 
 class _Parts:

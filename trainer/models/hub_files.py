@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, is_peft_available
+from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from trainer.base.errors import TrainerError, UsageError, causes, storage_error
@@ -174,3 +176,17 @@ def _require_safe_names(name: str, index: str) -> None:
                 f"`model.name_or_path` is {name!r}, but its file {file!r} is missing, which its"
                 f" {SAFE_WEIGHTS_INDEX_NAME} names; copy it too"
             )
+
+
+@contextmanager
+def without_report() -> Iterator[None]:
+    """Hide the report and the bar of transformers for a load, one for each rank: notes of the build say the same."""
+    verbosity, had_bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if had_bar:
+            transformers_logging.enable_progress_bar()

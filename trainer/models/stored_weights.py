@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -138,3 +139,13 @@ def _slices_of_part(
             before = [slice(first, last), *[slice(None)] * (dim - 1)] if dim else []
             slices.append((dim, (place, stop - start), (*before, slice(start, stop))))
     return extent, slices
+
+
+@dataclass
+class Sources:
+    """The tensors of a checkpoint that fill the parameters and buffers of a model."""
+
+    renamed: dict[str, str] = field(default_factory=dict)  # name in the model: key in the checkpoint
+    converted: list[list[str]] = field(default_factory=list)  # groups of keys that are merged or split together
+    missing: list[str] = field(default_factory=list)  # names in the model
+    notes: list[str] = field(default_factory=list)

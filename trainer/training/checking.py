@@ -15,7 +15,6 @@ from trainer.engine.builders import head_notes, require_trainable
 from trainer.engine.optimizers.table import optimizer_class
 from trainer.models.describe import ModelDescription
 from trainer.models.families.table import FAMILIES
-from trainer.models.fill import check_weights
 from trainer.models.parameter_rules import ParameterGroups
 from trainer.models.place import every_cut, place
 from trainer.models.sequence_axis import axis_notes
@@ -199,7 +198,10 @@ def _check_layout(
     notes: list[str] = []
     groups = ParameterGroups()
     with problems.collect():
-        lacking = [] if compares_sizes is None else check_weights(described, compares_sizes)
+        if compares_sizes is not None and not recipe.model.is_random:
+            from trainer.models.matching import check_weights
+
+            lacking = check_weights(described, compares_sizes)
     with problems.collect():
         model = described.on_meta()
     if model is None:

@@ -14,7 +14,8 @@ from trainer.features.distillation.section import keys_of
 from trainer.features.distillation.teacher import Teacher
 from trainer.models.configuration import vocabulary_size
 from trainer.models.describe import ModelDescription, ModelUse, describe
-from trainer.models.fill import build_model, check_weights
+from trainer.models.fill import build_model
+from trainer.models.matching import check_weights
 from trainer.models.place import PlacedModel, tensor_cut
 from trainer.models.statistics import persistent_buffers
 from trainer.models.tensor_split import require_split

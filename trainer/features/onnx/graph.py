@@ -21,7 +21,7 @@ from trainer.base.errors import TrainerError, UsageError
 from trainer.base.terminal import quiet
 from trainer.engine.forward import without_cache
 from trainer.features.onnx.opener import EMBEDDINGS, FILE
-from trainer.models.fill import without_report
+from trainer.models.hub_files import without_report
 from trainer.models.input_samples import samples_of
 from trainer.parallel.microbatch import POOLED
 from trainer.recipe.schema import Model, Recipe

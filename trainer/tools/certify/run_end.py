@@ -20,7 +20,7 @@ from trainer.base.text import listed
 from trainer.data.collate import collate
 from trainer.engine.engine import Engine
 from trainer.engine.forward import without_cache
-from trainer.models.fill import without_report
+from trainer.models.hub_files import without_report
 from trainer.models.registered_forms import form_of
 from trainer.parallel.mesh import ParallelMesh
 from trainer.parallel.microbatch import Microbatch

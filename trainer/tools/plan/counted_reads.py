@@ -9,8 +9,9 @@ from pathlib import Path
 from torch import Tensor
 
 from trainer.models.describe import ModelDescription
-from trainer.models.fill import empty_parts, fitted
+from trainer.models.fill import empty_parts
 from trainer.models.hub_files import CannotLoadPartsError, require_safe_shards
+from trainer.models.matching import fitted
 from trainer.models.place import ModelCut
 from trainer.models.stored_weights import Index, StoredWeights
 

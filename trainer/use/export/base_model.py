@@ -10,11 +10,12 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from trainer.models.describe import ModelDescription, ModelUse
-from trainer.models.fill import fitted, load_whole, renamed_keys
 from trainer.models.hub_files import not_found
+from trainer.models.matching import fitted, renamed_keys
 from trainer.models.registered_forms import form_of
 from trainer.models.stored_weights import StoredWeights
 from trainer.models.weight_form import PartsByName
+from trainer.models.whole_model import load_whole
 from trainer.recipe.schema import Model
 
 
