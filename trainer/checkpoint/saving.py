@@ -12,16 +12,13 @@ from torch import Tensor
 
 from trainer.base.errors import UsageError
 from trainer.base.extensions import sole
-from trainer.base.text import listed
 from trainer.checkpoint.counters import Progress
 from trainer.checkpoint.format import Facts, snapshot
 from trainer.checkpoint.identity import FROZEN_WEIGHTS, differences, is_partly_frozen
-from trainer.checkpoint.tier import Found, Tier, gather_shapes
+from trainer.checkpoint.tier import Found, Tier
 from trainer.engine.engine import Engine
-from trainer.engine.results import SKIPPED_STEPS
-from trainer.engine.state import MODEL_PREFIX, EngineState, optimizer_shapes
+from trainer.engine.state import EngineState
 from trainer.parallel.mesh import ParallelMesh
-from trainer.parallel.tensor.kinds import is_start
 from trainer.recipe.schema.fields import Interval
 
 if TYPE_CHECKING:
@@ -108,7 +105,10 @@ class Saver:
                     " remove `checkpoints` there"
                 )
             # The checks follow the verification, since the facts of a damaged checkpoint say nothing.
-            notes += [*self._compare_training(state), *self._compare_model(state)]
+            from trainer.checkpoint.model_comparison import compare_model  # a new run compares nothing
+
+            notes += self._compare_training(state)
+            notes += compare_model(state, self._engine, self._mesh, self._saved.identity)
             try:
                 tier.load(state, self._engine)
             except ValueError as error:
@@ -235,52 +235,6 @@ class Saver:
             fix = "Give the run another `name` or `checkpoint.folder`, or restore the values"
             raise UsageError(f"{state.folder} belongs to another training: {others}. {fix}")
         return notes
-
-    def _compare_model(self, state: SavedBoxes) -> list[str]:
-        """Refuse another model, by names and shapes: `model.name_or_path` is not part of the identity.
-
-        Returns:
-            A note on the parameters without a state of the optimizer, after a step.
-        """
-        saved = {
-            name.removeprefix(MODEL_PREFIX): shape
-            for name, shape in state.shapes.items()
-            if name.startswith(MODEL_PREFIX)
-        }
-        # Checkpoints of a partly frozen model lack the frozen weights.
-        is_whole = not is_partly_frozen(self._saved.identity)
-        placements = self._engine.placements.values()
-        own_trained = {p.name: p.shape for p in placements if p.trainable}
-        own_saved = own_trained | {p.name: p.shape for p in placements if is_whole or is_start(p.name)}
-        # Ranks of other stages hold other parameters, so the comparison on rank 0 needs those of all.
-        placed, trained = gather_shapes(self._mesh, own_saved), gather_shapes(self._mesh, own_trained).keys()
-
-        def compare() -> list[str]:
-            for name in sorted(saved.keys() | placed.keys()):
-                if saved.get(name) != placed.get(name):
-                    raise UsageError(
-                        f"{state.folder} holds another model than `model` describes: {name} has the shape"
-                        f" {saved.get(name)} there and {placed.get(name)} here (None: it is missing). Name another"
-                        " `checkpoint.folder`, or restore `model`"
-                    )
-            stepped = optimizer_shapes(state).keys()
-            if unknown := stepped - trained:
-                raise UsageError(
-                    f"{state.folder} was changed by another program: it has a state of the optimizer for"
-                    f" {min(unknown)}, which is not trained; remove it, or restore its files"
-                )
-            step = state.facts.progress.step
-            # If every step was bad or skipped, the optimizer has no state yet.
-            has_updates = step > max(state.facts.progress.bad_steps, int(state.scalars.get(SKIPPED_STEPS, 0)))
-            keeps = stepped or (has_updates and self._engine.keeps_state())
-            if not keeps or not (without := sorted(trained - stepped)):
-                return []
-            return [
-                f"{listed(without, 3)} had no gradient before step {step}: the checkpoint has no state of"
-                " the optimizer for it"
-            ]
-
-        return self._mesh.on_rank_zero(compare)
 
 
 class IdleSaver(Saver):
