@@ -17,7 +17,6 @@ from trainer.parallel.random import (
     row_keys,
     stream_key,
     stream_keys,
-    uniforms,
 )
 
 ROWS = torch.arange(64)
@@ -188,13 +187,3 @@ def test_keys_are_left_as_they_were():
 
 def test_a_mask_of_no_rows_has_no_rows():
     assert mask(rows=ROWS[:0]).shape == (0, 4096)
-
-
-def test_uniforms_are_even_in_the_unit_interval():
-    numbers = uniforms(row_keys(stream_key(1), ROWS), torch.arange(4096))
-    assert numbers.shape == (64, 4096)
-    assert numbers.dtype == torch.float64
-    assert 0 <= numbers.min() < 1e-4
-    assert 1 - 1e-4 < numbers.max() < 1
-    assert stats.kstest(numbers.flatten().numpy(), "uniform").pvalue > 1e-3
-    assert abs(correlation_z(numbers[:, 1:], numbers[:, :-1])) < 4

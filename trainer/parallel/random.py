@@ -23,7 +23,6 @@ GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 INDEX_BITS = 21  # bits of a counter for each index of an element: its word in the row, and the dimensions before
 LANES = 4  # elements served by one 64-bit word
 LANE_LEVELS = 1 << 16
-_FLOAT64_BITS = 53  # bits of the integers that float64 holds exactly
 
 
 def _signed(word: int) -> int:
@@ -88,21 +87,6 @@ def derive_keys(keys: Tensor, counters: Tensor) -> Tensor:
         The words, int64 `[..., n]`.
     """
     return _mix_(keys.unsqueeze(-1) + counters * _GAMMA)
-
-
-def uniforms(keys: Tensor, counters: Tensor) -> Tensor:
-    """Return numbers in [0, 1), each from 53 bits of the word of a stream at a counter.
-
-    Args:
-        keys: the keys of the streams, int64 `[...]`.
-        counters: the counters, int64 `[n]`.
-
-    Returns:
-        The numbers, float64 `[..., n]`.
-    """
-    words = derive_keys(keys, counters)
-    # The upper 53 bits, as many as float64 holds; the shift copies the sign bit, which the mask takes away.
-    return ((words >> 11) & ((1 << _FLOAT64_BITS) - 1)).double() * 2.0**-_FLOAT64_BITS
 
 
 def keep_mask(keys: Tensor, num_columns: int, probability: float, first_column: int = 0) -> Tensor:

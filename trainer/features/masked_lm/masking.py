@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from trainer.base.errors import UsageError
+from trainer.features.masked_lm.draws import uniforms
 from trainer.features.masked_lm.units import Spans, Words
 from trainer.parallel.microbatch import IGNORED_LABEL
-from trainer.parallel.random import row_keys, stream_key, uniforms
+from trainer.parallel.random import row_keys, stream_key
 from trainer.recipe.schema.schedule import half_cosine
 from trainer.tasks.types import Tokenizer
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainer.base.errors import UsageError
 from trainer.data.order import IndexArray
-from trainer.parallel.random import uniforms
+from trainer.features.masked_lm.draws import uniforms
 from trainer.tasks.types import Tokenizer
 
 _INSIDE = "##"
