@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import string
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from sentence_transformers import MultiVectorEncoder, SparseEncoder
 from sentence_transformers.multi_vector_encoder.evaluation import MultiVectorInformationRetrievalEvaluator
 from sentence_transformers.sparse_encoder.evaluation import SparseInformationRetrievalEvaluator
@@ -89,3 +91,33 @@ def test_folders_of_other_modules_are_refused(tmp_path: Path):
             UsageError, match=rf"with the modules Transformer, Pooling, but `task.type` {kind} computes"
         ):
             prepare_data(recipe)
+
+
+@pytest.mark.parametrize(
+    ("expansion", "skipped", "message"),
+    [
+        ({"attend": False}, True, r"`attend` false, .* computes true; set it to true in sentence_bert_config.json of"),
+        ({"length": 16}, True, r"`length` 16, but this recipe computes 12; set `task.query_length` to 16"),
+        ({}, False, r"`skiplist_words` \[\], but .*; set `task.skip_punctuation` to false"),
+        (None, True, r"`query_expansion` false, but .* computes true; set `task.query_expansion` to false"),
+    ],
+)
+def test_settings_of_a_folder_are_refused_with_the_fix(tmp_path: Path, expansion: Any, skipped: bool, message: str):
+    folder, punctuation = tmp_path / "model", [*string.punctuation] if skipped else []
+    names = {"Transformer": "", "Dense": "1_Dense", "MultiVectorMask": "2_MultiVectorMask", "Normalize": "3_Normalize"}
+    usual = {"strategy": "fixed", "attend": True, "length": 12}
+    files = {
+        "config.json": TINY_BERT,
+        "modules.json": [{"type": f"sentence_transformers.{name}", "path": path} for name, path in names.items()],
+        "sentence_bert_config.json": {"query_expansion": None if expansion is None else {**usual, **expansion}},
+        "2_MultiVectorMask/config.json": {"skiplist_words": punctuation, "keep_only_token_ids": None},
+    }
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps(content))
+    (folder / "1_Dense").mkdir()
+    save_file({"linear.weight": torch.zeros(8, TINY_BERT["hidden_size"])}, folder / "1_Dense" / "model.safetensors")
+    task = {"type": "multi_vector_embedding", "dimensions": 8, "query_length": 12}
+    recipe = load_recipe(str(write(tmp_path / "run", model={"name_or_path": str(folder), "config": None}, task=task)))
+    with pytest.raises(UsageError, match=message):
+        prepare_data(recipe.recipe)

@@ -53,6 +53,19 @@ def test_metrics_take_the_most_probable_class(tokenizer: Any):
     assert task.model_options()["id2label"] == {0: "a", 1: "b", 2: "c"}
 
 
+def test_objects_are_read_by_the_names_of_classes(tokenizer: Any):
+    rows = rows_of({"c": 0.2, "a": 0.5, "b": 0.3}, {"c": 0, "a": 1, "b": 0})
+    found = task_of().resolve(rows, WHERE).encode(rows, tokenizer, 16, WHERE, 0)["labels"]
+    np.testing.assert_array_equal(np.stack(found), np.array([[0.5, 0.3, 0.2], [1, 0, 0]], np.float32))
+    with pytest.raises(DataError, match=r"`task.labels` must name the classes of column `soft` .*, a, b, but names a"):
+        task_of().resolve(rows_of({"a": 0.5, "b": 0.5}), WHERE)
+    partial = rows_of({"a": 0.5, "b": 0.3, "c": 0.2}, {"a": 0.8, "b": 0.2})  # `trainer predict --top 2`
+    with pytest.raises(
+        DataError, match=r"row 2 of `rows.jsonl` must hold numbers from 0 to 1, but holds \[0.8, 0.2, N"
+    ):
+        task_of().resolve(partial, WHERE).encode(partial, tokenizer, 16, WHERE, 0)
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [

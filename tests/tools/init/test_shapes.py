@@ -50,6 +50,11 @@ def rows_of(number: int, **columns: Any) -> list[dict[str, Any]]:
         (rows_of(3, conversations=[{"from": "human", "value": "a"}]), {"messages": "conversations"}),
         (rows_of(3, instruction="a", input="", output="b"), {"prompt": "prompt", "completion": "completion"}),
         (rows_of(3, anchor="a", positive="b", negative="c"), {"texts": ["anchor", "positive", "negative"]}),
+        (rows_of(3, query="a", document="b"), {"type": "embedding", "texts": ["query", "document"]}),
+        (rows_of(3, name="a", s="b", negative_1="c", neg2="d"), {"texts": ["name", "s", "negative_1", "neg2"]}),
+        (rows_of(3, q="a", r="b", w="c", m=[2.5, 0.5]), {"texts": ["q", "r", "w"], "score": "m", "loss": "margin_mse"}),
+        (rows_of(3, text="a", shares=[0.25, 0.75]), {"type": CLASSES, "probabilities": "shares", "labels": ["0", "1"]}),
+        (rows_of(3, text="a", label=("a", "b"), p={"a": 0.5, "b": 0.5}), {"probabilities": "p", "labels": ["a", "b"]}),
         (rows_of(3, text=("a.png", "b"), label=("a", "b")), {"type": CLASSES, "text": "text"}),
         (rows_of(3, text="t", url=("http://a/1.png",), label=("a", "b")), {"type": CLASSES, "text": "text"}),
     ],
@@ -62,6 +67,18 @@ def test_the_first_proposal(rows: list[dict[str, Any]], task: dict[str, Any]) ->
 
 def one_of(rows: list[dict[str, Any]], given: dict[str, Any] | None = None) -> Shape:
     return shapes(columns_of(datasets.Dataset.from_list(rows), 10_000), given)[0]
+
+
+def test_columns_of_texts_fit_all_kinds_of_embeddings() -> None:
+    rows = datasets.Dataset.from_list(rows_of(3, query="a", positive="b", negative="c"))
+    first = {shape.type: shape.task for shape in reversed(shapes(columns_of(rows, 10)))}
+    for kind in ("embedding", "sparse_embedding", "multi_vector_embedding"):
+        assert first[kind] == {"type": kind, "texts": ["query", "positive", "negative"]}
+
+
+def test_a_given_label_comes_before_probabilities() -> None:
+    rows = rows_of(3, text="a", label=("a", "b"), probabilities={"a": 0.25, "b": 0.75})
+    assert "probabilities" not in one_of(rows, {"label": "label"}).task
 
 
 FLAGS = rows_of(30, id=tuple(range(30)), comment="c", toxic=(0, 1, 0), rude=(0, 1, 1), threat=(0,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import string
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -25,6 +26,11 @@ from trainer.training.preparation import ModelFolder
 
 _SETTINGS = "sentence_bert_config.json"
 _IDENTITY = "torch.nn.modules.linear.Identity"
+_ANOTHER = "use another model"
+_ATTENTION = (
+    f"set it to true in {_SETTINGS} of a copy, so that tokens attend to the mask tokens of queries: the training adapts"
+    " the model to them"
+)
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,8 @@ def read_sparse(recipe: Recipe) -> ModelFolder | None:
             return None
         _require(recipe.model, [*modules], ["Transformer", "SpladePooling"], "sparse_embedding")
         pooling = read_json(recipe.model, f"{modules['SpladePooling']}/config.json", dict) or {}
-        _same(recipe.model, pooling, {"pooling_strategy": "max", "activation_function": "relu"})
+        for key, value in (("pooling_strategy", "max"), ("activation_function", "relu")):
+            _same(recipe.model, key, pooling.get(key), value, _ANOTHER)
         return PromptsOfFolder((), *_prompts(recipe.model))
     except OSError:
         return ModelFolder((unreachable(recipe.model),))
@@ -89,13 +96,19 @@ def read_multi_vector(recipe: Recipe) -> ModelFolder:
         _require(model, [*modules], ["Transformer", "Dense", "MultiVectorMask", "Normalize"], "multi_vector_embedding")
         layer = layer._replace(file=_weights(model, modules["Dense"], layer))
         settings = read_json(model, _SETTINGS, dict) or {}
-        expansion = {"strategy": "fixed", "attend": True, "length": keys.query_length}
-        found = settings.get("query_expansion")
-        _same(model, {"query_expansion": found is not None}, {"query_expansion": keys.query_expansion}, "task.")
-        _same(model, found or {}, expansion if found else {})
+        expansion = settings.get("query_expansion") or {}
+        _same(model, "query_expansion", bool(expansion), keys.query_expansion, "set `task.query_expansion` to {}")
+        if expansion:
+            _same(model, "strategy", expansion.get("strategy"), "fixed", _ANOTHER)
+            _same(model, "token", expansion.get("token"), None, "remove it from a copy if it is the mask token")
+            _same(model, "attend", expansion.get("attend", False), True, _ATTENTION)
+            _same(model, "length", expansion.get("length"), keys.query_length, "set `task.query_length` to {}")
         mask = read_json(model, f"{modules['MultiVectorMask']}/config.json", dict) or {}
-        skipped = [*string.punctuation] if keys.skip_punctuation else []
-        _same(model, mask, {"skiplist_words": skipped, "keep_only_token_ids": None})
+        _same(model, "keep_only_token_ids", mask.get("keep_only_token_ids"), None, _ANOTHER)
+        if skipped := mask.get("skiplist_words") or []:
+            _same(model, "skiplist_words", skipped, [*string.punctuation], _ANOTHER)
+        fix = "set `task.skip_punctuation` to " + ("true" if skipped else "false")
+        _same(model, "skiplist_words", skipped, [*string.punctuation] if keys.skip_punctuation else [], fix)
         return TokenVectors((), *_prompts(model), layer, tokens)
     except OSError:
         return TokenVectors((unreachable(model),), {}, None, layer, tokens)
@@ -119,14 +132,13 @@ def _require(model: Model, found: list[str], expected: list[str], task: str) -> 
         )
 
 
-def _same(model: Model, found: Mapping[str, Any], expected: Mapping[str, Any], prefix: str = "") -> None:
-    """Refuse values of a folder that the task does not compute."""
-    for key, value in expected.items():
-        if found.get(key) != value:
-            raise UsageError(
-                f"{place_of(model)} with `{key}` {found.get(key)!r}, but the recipe has {value!r}; set"
-                f" `{prefix or 'task.'}` keys as the folder has them, or use another model"
-            )
+def _same(model: Model, name: str, found: Any, expected: Any, fix: str) -> None:
+    """Refuse a setting of a folder that the task does not compute; `{}` in the fix is the value of the folder."""
+    if found != expected:
+        shown, computed = json.dumps(found), json.dumps(expected)
+        raise UsageError(
+            f"{place_of(model)} with `{name}` {shown}, but this recipe computes {computed}; {fix.format(shown)}"
+        )
 
 
 def _weights(model: Model, path: str, layer: DenseLayer) -> str:

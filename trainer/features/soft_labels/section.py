@@ -15,8 +15,9 @@ class ProbabilityKeys(SequenceClassification):
     """Probabilities to learn."""
 
     probabilities: Name | None = None
-    """Column of lists with a probability of each of `labels`, in order, to learn instead of `label`. Metrics take the
-    most probable class. null: none."""
+    """Column of lists with a probability of each of `labels`, in order, to learn instead of `label`; or of objects with
+    the probability of each class by its name, as `trainer predict` writes. Metrics take the most probable class. null:
+    none."""
 
     def contradictions(self) -> Iterator[Contradiction]:
         if self.probabilities is None:

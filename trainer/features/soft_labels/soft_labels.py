@@ -15,9 +15,10 @@ from trainer.base.errors import DataError
 from trainer.recipe.schema import TaskKeys
 from trainer.tasks.sequence_classification import SequenceClassificationTask
 from trainer.tasks.task import Task
-from trainer.tasks.text.columns import cell, dtype_in_list, finite_number, require_kind, tokenise
+from trainer.tasks.text.columns import cell, dtype_in_list, finite_number, require_kind, shown, tokenise
 from trainer.tasks.types import Dataset, Encoded, EvaluatedSplit, Tokenizer
 
+_NUMBERS = ("float", "int")
 _MOST_APART = 1e-3  # of the sum from 1, because files hold rounded numbers
 
 
@@ -38,8 +39,14 @@ class SoftLabelsTask(SequenceClassificationTask):
 
     def _check_label(self, features: Mapping[str, Any], where: str) -> None:
         if self.labelled:
-            needed = "a column of lists of probabilities"
+            needed = "a column of lists of probabilities, or of objects with the probability of each class"
             require_kind(features, self.label_column, "task.probabilities", where, _holds_numbers, needed)
+            feature, names = features[self.label_column], self._known_class_names
+            if isinstance(feature, Mapping) and {*feature} != {*names}:
+                raise DataError(
+                    f"`task.labels` must name the classes of column `{self.label_column}` of {where},"
+                    f" {shown([*feature])}, but names {shown(names)}; correct it"
+                )
 
     def conversion_notes(self, features: Mapping[str, Any]) -> list[str]:
         return []
@@ -53,9 +60,11 @@ class SoftLabelsTask(SequenceClassificationTask):
         number, found = len(self._known_class_names), []
         for row, values in enumerate(rows[self.label_column]):
             at = cell(self.label_column, first_row + row, where)
+            if isinstance(values, Mapping):  # as `trainer predict` writes them
+                values = [values[name] for name in self._known_class_names]
             if values is None or len(values) != number:
-                shown = "is null" if values is None else f"has {len(values)}"
-                raise DataError(f"{at} must have a probability for each of the {number} `task.labels`, but {shown}")
+                problem = "is null" if values is None else f"has {len(values)}"
+                raise DataError(f"{at} must have a probability for each of the {number} `task.labels`, but {problem}")
             numbers = [finite_number(value) for value in values]
             if any(value is None or value < 0 for value in numbers):
                 raise DataError(f"{at} must hold numbers from 0 to 1, but holds {values}; correct it")
@@ -88,4 +97,6 @@ class SoftLabelsTask(SequenceClassificationTask):
 
 
 def _holds_numbers(feature: Any) -> bool:
-    return str(dtype_in_list(feature)).startswith(("float", "int"))
+    if isinstance(feature, Mapping):
+        return all(str(getattr(of_class, "dtype", "")).startswith(_NUMBERS) for of_class in feature.values())
+    return str(dtype_in_list(feature)).startswith(_NUMBERS)
