@@ -94,6 +94,6 @@ def test_accumulation_on_one_process_changes_nothing():
     assert_accumulation_changes_nothing(TASK)
 
 
-@pytest.mark.parametrize("layout", [pytest.param(name, marks=marks_of(name, (), ())) for name in LAYOUTS])
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=marks_of(name, (), ("ddp",))) for name in LAYOUTS])
 def test_any_layout_is_one_process(ranks: RankPools, layout: str):
     assert_layout_is_one_process(ranks, TASK, layout)

@@ -31,7 +31,7 @@ def require_columns(features: Mapping[str, Any], names: Sequence[str], key: str,
     """Require that a split has the columns `names`, which the recipe's `key` selects; `fix` ends the message."""
     for name in names:
         if name not in features:
-            parts = [part.strip() for part in name.split(",")]
+            parts = [part.strip() for part in name.strip("[]").split(",")]
             several = f"; several columns are a list: {json.dumps(parts)}" if features.keys() >= {*parts} else ""
             raise DataError(
                 f"`{key}` names the column `{name}`, but {where} has none of that name; its columns are"
