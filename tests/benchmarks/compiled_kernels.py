@@ -41,6 +41,7 @@ from trainer.features.kernels import (
     fused_dropout,
     random_kernels,
 )
+from trainer.features.rotations import fused_rotation, rotary_kernels
 
 STORED = Path(__file__).parents[2] / "docs" / "compiled_kernels.json"
 SHARED_KIB = {(8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
@@ -165,6 +166,14 @@ def lose(dtype: torch.dtype, vocabulary: int) -> None:
     fused_rows.statistics_and_gradients(logits, labels, *sizes)
 
 
+def rotate(dtype: torch.dtype, rounds_products: bool, size: int) -> None:
+    """Turn queries and keys of a layer with one tensor for both, and their gradients."""
+    q, k, _ = torch.empty(ROWS, LENGTH, 3, 12, size, dtype=dtype).transpose(1, 3).unbind(2)
+    cos = torch.empty(1, LENGTH, size, dtype=dtype)
+    for is_inverse in (False, True):
+        fused_rotation._rotated(q, k, cos, cos, dtype, is_inverse, rounds_products)
+
+
 def find_keys() -> None:
     """Compute the keys of the rows of a microbatch."""
     keys = torch.zeros((26, 1), dtype=torch.int64)
@@ -188,6 +197,16 @@ def _grid() -> Iterator[tuple[str, Case]]:
     ):
         more = "" if has_scalars else ", no flag"
         yield f"32-bit AdamW, {kind}, beta {beta}{more}", Case(partial(update, TYPES[kind], has_scalars, beta))
+    for kind, rounds_products, size in (
+        ("bf16", False, 64),
+        ("fp16", False, 64),
+        ("fp32", False, 64),
+        ("bf16", True, 128),
+        ("fp32", True, 128),
+        ("bf16", True, 80),
+    ):
+        how = "products rounded" if rounds_products else "in fp32"
+        yield f"rotation, {kind}, heads of {size}, {how}", Case(partial(rotate, TYPES[kind], rounds_products, size))
     for width, kind in product((BLOCK, 64), ("fp32", "bf16")):
         # 8 bytes by an update of whole rows of 64 on 10.0
         yield f"8-bit AdamW, {kind}, rows of {width}", Case(partial(update_in_eight_bits, width, TYPES[kind]), 8)
@@ -235,6 +254,7 @@ _MODULES = {
     "attention": (random_kernels, attention_blocks, attention_kernels),
     "32-bit": (adamw_kernels,),
     "vocabulary": (row_kernels,),
+    "rotation": (rotary_kernels,),
     "others": (random_kernels, dropout_kernels, eight_bit_kernels),
 }
 """The modules of the kernels of a case, by a word in its name."""

@@ -2,7 +2,8 @@
 
 Transformers turns the halves of heads by slices, and autograd fills a whole tensor with zeros for each slice. Models
 such as ModernBERT rotate in fp32, by two copies of queries and keys, and a tensor for each operation. The gradients of
-both copies are rounded there before they are added; here, their sum is.
+both copies are rounded there before they are added; here, their sum is. Where Triton runs, one kernel turns queries and
+keys (`fused_rotation.py`), also those of models such as Llama, which round each product.
 """
 
 from __future__ import annotations
@@ -10,12 +11,16 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
+from trainer.parallel.device_traits import planned_traits
 from trainer.parallel.dtypes import at_least_fp32
+from trainer.parallel.kernel_support import KERNELS, missing
 
 _ROUNDED_ONCE = 5  # of 512 numbers in bf16: a processor may round a product and its sum once in fp32
 
@@ -65,39 +70,72 @@ def _turned(x: Tensor, cos: Tensor, sign: int, of_second: Tensor, of_first: Tens
     return result.to(x.dtype)
 
 
+# The names of the arguments are those of transformers.
 def _apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    # The names of the arguments are those of transformers.
+    if q.dtype == k.dtype and (fused := _fused(q, k, cos, sin, unsqueeze_dim, rounds_products=False)) is not None:
+        return fused
     cos, sin = (at_least_fp32(tensor).unsqueeze(unsqueeze_dim) for tensor in (cos, sin))
     query, key = (_Rotated.apply(x, cos, sin) for x in (q, k))  # type: ignore[no-untyped-call]
     return query, key
 
 
-def _turns_halves(rotate: Callable[[Tensor], Tensor]) -> bool:
-    """Return whether a function exchanges halves; that of Cohere exchanges neighbours."""
-    x = torch.arange(1.0, 7.0)
-    return torch.equal(rotate(x), torch.tensor([-4.0, -5.0, -6.0, 1.0, 2.0, 3.0]))
+class _RoundingEach:
+    """A function of transformers that rounds each product, by the kernel where it runs."""
+
+    def __init__(self, original: Callable[..., tuple[Tensor, Tensor]]) -> None:
+        self._original = original
+
+    def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+        if q.dtype == k.dtype and (fused := _fused(q, k, cos, sin, unsqueeze_dim, rounds_products=True)) is not None:
+            return fused
+        return self._original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
 
 
-def _rotates_in_fp32(rotate: Callable[..., tuple[Tensor, Tensor]]) -> bool:
-    """Return whether a function rotates queries and keys of 16 bits in fp32; that of Llama rounds each product."""
-    if list(inspect.signature(rotate).parameters) != list(inspect.signature(_apply).parameters):
-        return False
-    x = torch.linspace(-2, 3, 256).view(1, 1, 16, 16)
-    angles = torch.linspace(0, 5, 256).view(1, 16, 16)
+def _fused(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, rounds_products: bool
+) -> tuple[Tensor, Tensor] | None:
+    """Return queries and keys that the kernel turned; None if it does not run, or does not take them."""
+    if unsqueeze_dim != 1 or missing("rotation", q.device) is not None or not KERNELS["rotation"].takes(q, k, cos, sin):
+        return None
+    dtype = torch.promote_types(q.dtype, cos.dtype) if rounds_products else q.dtype
+    query, key = KERNELS["rotation"].FusedRotation.apply(q, k, cos, sin, dtype, False, rounds_products)
+    return query, key
+
+
+@cache
+def _cheap_half(original: Callable[[Tensor], Tensor]) -> Callable[..., Any] | None:
+    """Return the exchange of halves in place of a function that exchanges them; that of Cohere does not."""
+    turned = original(torch.arange(1.0, 7.0, device="cpu"))
+    return _RotatedHalf.apply if turned.tolist() == [-4.0, -5.0, -6.0, 1.0, 2.0, 3.0] else None
+
+
+@cache
+def _cheap_application(original: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Any] | None:
+    """Return a function with the numbers of one of transformers in 16 bits; None if none of these has them.
+
+    That of ModernBERT rotates in fp32, and that of Llama rounds each product.
+    """
+    if list(inspect.signature(original).parameters) != list(inspect.signature(_apply).parameters):
+        return None
+    x = torch.linspace(-2, 3, 256, device="cpu").view(1, 1, 16, 16)
+    angles = torch.linspace(0, 5, 256, device="cpu").view(1, 16, 16)
     q, k, cos, sin = (tensor.bfloat16() for tensor in (x, x.flip(2), angles.cos(), angles.sin()))
     try:
-        pairs = zip(rotate(q, k, cos, sin), _apply(q, k, cos, sin), strict=True)
+        expected = torch.cat(original(q, k, cos, sin))
     except RuntimeError:  # that of gpt-oss takes a cosine for two features
-        return False
-    differing = sum(int(one.ne(other).sum()) for one, other in pairs)
-    return differing <= _ROUNDED_ONCE
+        return None
+    x = torch.cat((q, k))
+    if torch.equal(expected, x * cos + _RotatedHalf.apply(x) * sin):  # type: ignore[no-untyped-call]
+        return _RoundingEach(original)
+    in_fp32 = _Rotated.apply(x, cos.float(), sin.float())  # type: ignore[no-untyped-call]
+    return _apply if int(expected.ne(in_fp32).sum()) <= _ROUNDED_ONCE else None
 
 
-_CHEAP: dict[str, tuple[Callable[..., Any], Callable[[Callable[..., Any]], bool]]] = {
-    "rotate_half": (_RotatedHalf.apply, _turns_halves),
-    "apply_rotary_pos_emb": (_apply, _rotates_in_fp32),
+_CHEAP: dict[str, Callable[[Callable[..., Any]], Callable[..., Any] | None]] = {
+    "rotate_half": _cheap_half,
+    "apply_rotary_pos_emb": _cheap_application,
 }
-"""The functions that take the place of those of model files, and whether one has their numbers, by name."""
+"""By the name of a function in model files: the cheaper function with the numbers of one, or None."""
 
 
 class CheapRotation:
@@ -105,13 +143,14 @@ class CheapRotation:
 
     def __init__(self, model: nn.Module) -> None:
         names = {name for module in model.modules() if (name := type(module).__module__).startswith("transformers.")}
-        # Model files call the functions by their names in their module, so these names are replaced.
-        self._replaced = [
-            (space, name, space[name], cheap)
-            for space in (vars(sys.modules[module]) for module in sorted(names))
-            for name, (cheap, has_its_numbers) in _CHEAP.items()
-            if name in space and has_its_numbers(space[name])
-        ]
+        with _disable_current_modes(), planned_traits(None):  # functions are tried with numbers, which a plan has not
+            # Model files call the functions by their names in their module, so these names are replaced.
+            self._replaced = [
+                (space, name, space[name], cheap)
+                for space in (vars(sys.modules[module]) for module in sorted(names))
+                for name, cheap_of in _CHEAP.items()
+                if name in space and (cheap := cheap_of(space[name])) is not None
+            ]
 
     def __enter__(self) -> None:
         for space, name, _, cheap in self._replaced:
