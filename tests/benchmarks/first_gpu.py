@@ -43,7 +43,7 @@ UNEVALUATED = "evaluation.every=null"
 FORTY = (UNEVALUATED, "training.max_steps=40")
 BF16 = ("precision=bf16", "data.pad_to=32")
 SLOW_TESTS = "speed or other_blocks"
-FILES = ("ahead", "eight_bits", "attention", "strategies", "graphs", "dropout", "tensor", "pipeline")
+FILES = ("ahead", "eight_bits", "attention", "strategies", "graphs", "dropout", "rotation", "tensor", "pipeline")
 LONG_TEST = "computes_as"
 """A test of attention with many rows, which runs beside the others."""
 SAME_LOSSES = (
