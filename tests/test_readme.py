@@ -116,6 +116,9 @@ ELSEWHERE = {
     "trainer tokenizer recipes/sample/train.jsonl tokenizers/mine --size 4000": (
         "tests/tools/tokenizer/test_tokenizer.py::def test_data_of_several_formats"
     ),
+    "trainer tokenizer bert_sample_mlm tokenizers/sample --size 3000 --recipe": (
+        "tests/tools/tokenizer/test_tokenizer.py::def test_the_texts_of_a_recipe_give_the_tokenizer_of_its_files"
+    ),
     "trainer encode bert_sample_mlm shards/mlm": (
         "tests/tools/encode/test_encode.py::def test_the_verb_shows_figures_and_the_next_command"
     ),

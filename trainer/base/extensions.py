@@ -35,6 +35,7 @@ Kind = Literal[
     "recipe_format",  # a `RecipeFormat` (`recipe/reading/files.py`), by the ending of its files
     "other_tools",  # the module that knows keys and files of other tools (`recipe/reading/other_tools.py`)
     "chain",  # a function to the `Chain` of a recipe (`recipe/reading/loading.py`), by the key that asks for it
+    "stage",  # a `StageWork`: a stage of a chain that trains no model, by the key that asks for it
     "formats",  # a JSON file with the keys of another tool
     # The task
     "task",  # a `Task`, by its word in `task.type`

@@ -55,7 +55,9 @@ def check(
     if whole.chain is None:
         found, code = _check(whole, processes, everything, quick, as_json)
     else:
-        found, code = {"stages": {}}, 0
+        found, code = {"stages": {}, "works": dict(whole.chain.works)}, 0
+        for name, work in whole.chain.works.items():
+            say(*() if as_json else (f"stage     {name}: {work}",))
         for name, stage in whole.chain.stages.items():
             say(*() if as_json else ("", f"stage     {name}"))
             found["stages"][name], of_stage = _check(

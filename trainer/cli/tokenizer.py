@@ -7,13 +7,15 @@ from typing import Annotated, Literal
 
 import typer
 
+from trainer.base.errors import UsageError
 from trainer.base.terminal import say
-from trainer.cli.options import JsonOption, count, print_json, value
+from trainer.cli.options import JsonOption, count, flag, print_json, value
 
 
 def tokenizer(
     data: Annotated[
-        list[str], typer.Argument(metavar="DATA...", help="Files (also .txt), folders, patterns or URLs of texts.")
+        list[str],
+        typer.Argument(metavar="DATA...", help="Files (also .txt), folders, patterns or URLs of texts."),
     ],
     output: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write; it must not exist.")],
     kind: Annotated[
@@ -25,6 +27,7 @@ def tokenizer(
     ] = None,
     size: Annotated[int, count("Tokens of the vocabulary, with the special ones.")] = 32_000,
     text: Annotated[str | None, value("Column of texts; default: `text`, or the only one.", "COLUMN")] = None,
+    recipe: Annotated[bool, flag("DATA is a recipe: its training rows, also of a stream.", "--recipe")] = False,
     min_frequency: Annotated[int, count("Fewest occurrences of a pair that is joined.")] = 2,
     lowercase: Annotated[bool | None, typer.Option(help="Write small letters; default: for bert alone.")] = None,
     max_length: Annotated[int | None, count("Most tokens that its models take; default: no limit.")] = None,
@@ -40,7 +43,15 @@ def tokenizer(
         from trainer.tools.tokenizer.training import TokenizerRequest, lines, train_tokenizer
 
     request = TokenizerRequest(data, output, kind, family, size, text, min_frequency, lowercase, max_length)
-    report = train_tokenizer(request)
+    texts = None
+    if recipe:
+        from trainer.recipe.reading.loading import load_recipe
+        from trainer.tools.tokenizer.recipe_texts import RecipeTexts
+
+        if len(data) > 1 or text is not None:
+            raise UsageError("`--recipe` takes one recipe, which names the columns of texts; drop the rest, and --text")
+        texts = RecipeTexts(load_recipe(data[0]).recipe)
+    report = train_tokenizer(request, texts)
     if as_json:
         print_json(report)
     else:

@@ -70,11 +70,26 @@ def test_a_model_that_is_not_trained_has_a_stand_in_with_the_changes_of_its_conf
     assert stages["two"].recipe.model.name_or_path == one.name_or_path
 
 
+def test_the_shipped_chain_takes_lengths_rotary_bases_and_steps_of_the_recipes_that_its_stages_extend():
+    stages = load_recipe("modernbert_base_stages", is_whole=True).chain.stages
+    recipes = [one.recipe for one in stages.values()]
+    assert [one.data.max_length for one in recipes] == [128, 1024, 8192, 8192, 128, 256, 384]
+    rotary = [one.model.config["rope_parameters"]["full_attention"]["rope_theta"] for one in recipes]
+    assert rotary == [1e4, 1e4, 1.6e5, 1.6e5, 1.6e5, 1.6e5, 1.6e5]
+    paper = load_recipe("modernbert_base_pretraining").recipe
+    assert recipes[0].training.max_steps + recipes[1].training.max_steps == paper.training.max_steps
+    assert [one.schedule.name for one in recipes[:4]] == ["constant"] * 3 + ["warmup_stable_decay"]
+    assert [bool(one.checkpoint.continues) for one in recipes] == [False, True, True, True, False, False, False]
+    assert [one.task.type for one in recipes[4:]] == [
+        "sequence_classification", "token_classification", "question_answering"
+    ]  # fmt: skip
+
+
 def test_overrides_change_the_common_keys_or_a_stage(chain):
     words = ["training.max_steps=5", "stages.long.training.max_steps=6", "stages.two.from=one"]
     chain_of = load_recipe(chain(), words, is_whole=True).chain
     assert [one.recipe.training.max_steps for one in chain_of.stages.values()] == [3, 6, 5, None]
-    assert chain_of.unchecked("two") == ("weights and tokenizer of the stage one, which is not trained yet",)
+    assert chain_of.unchecked("two") == ("weights and tokenizer of the stage one, which is not done yet",)
     assert load_recipe(chain(), ["stages=null"]).recipe.training.max_steps == 8
 
 
@@ -99,7 +114,7 @@ def test_problems_are_reported_together_with_their_stages(chain):
     [
         ({"name": "a b"}, "`stages[1].name` must be 1 to 50 letters, digits, `.`, `_` and `-`"),
         ({"name": "short"}, "as that of another stage; rename one"),
-        ({"name": "x", "from": "y"}, '`stages.x.from` must be an earlier stage (short), but is "y"'),
+        ({"name": "x", "from": "y"}, '`stages.x.from` must be an earlier training (short), but is "y"'),
         ({"name": "x", "start": "warm"}, '`stages.x.start` must be fresh or continued, but is "warm"'),
         ({"name": "x", "processes": 0}, "`stages.x.processes` must be a number from 1 on, but is 0"),
         ({"name": "x", "checkpoint": {"folder": "y"}}, "`stages.x.checkpoint.folder` follows from the stage before"),

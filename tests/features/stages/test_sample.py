@@ -12,7 +12,7 @@ from tests.helpers import processes, warm
 from trainer.cli import main
 from trainer.tools.report.runs import read_runs
 
-NAMES = ("short", "long", "decay", "topics", "names", "answers")
+FOLDERS = ("02-short", "04-long", "05-decay", "06-topics", "07-names", "08-answers")
 
 
 @pytest.mark.nightly
@@ -21,13 +21,13 @@ def test_the_sample_on_two_processes(tmp_path: Path):
     ended = processes.finish(warm.start(words))  # type: ignore[arg-type]
     assert ended.returncode == 0, ended.stderr
     runs = read_runs([tmp_path])
-    assert [run.folder.name for run in runs] == [f"{number:02d}-{name}" for number, name in enumerate(NAMES, 1)]
+    assert tuple(run.folder.name for run in runs) == FOLDERS
     assert [run.steps_before for run in runs] == [0, 60, 90, 120, 160, 200]
     # Continued stages begin where the one before ended; their first losses are no longer those of random weights.
     short, long = runs[0].metrics.steps, runs[1].metrics.steps
     assert long[0].loss < short[0].loss - 0.5
     assert (tmp_path / "model" / "config.json").is_file()
-    assert main(["evaluate", str(tmp_path / "04-topics")]) == 0
+    assert main(["evaluate", str(tmp_path / "06-topics")]) == 0
 
 
 def test_a_check_shows_each_stage_and_its_stand_ins(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -37,7 +37,7 @@ def test_a_check_shows_each_stage_and_its_stand_ins(tmp_path: Path, capsys: pyte
     assert {name: one["recipe"]["training"]["max_steps"] for name, one in stages.items()} == {
         "short": 8, "long": 6, "classes": 4
     }  # fmt: skip
-    assert "weights and tokenizer of the stage short, which is not trained yet" in stages["long"]["unchecked"]
+    assert "weights and tokenizer of the stage short, which is not done yet" in stages["long"]["unchecked"]
     assert main(["check", recipe, "--quick", "stage=long"]) == 0
     assert "stage     long" in (shown := capsys.readouterr().out)
     assert "stage     short" not in shown

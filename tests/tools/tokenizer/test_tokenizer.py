@@ -215,3 +215,29 @@ def test_urls_are_read_one_after_the_other(data):
     assert vocabularies[0] == vocabularies[1]
     with pytest.raises(TrainerError, match="there is none at memory://tokenizer/other"):
         train_tokenizer(TokenizerRequest(("memory://tokenizer/other.txt",), data.parent / "x"))
+
+
+@pytest.mark.parametrize("keys", [{}, {"streaming": True, "shuffle_window": 30}], ids=["files", "stream"])
+def test_the_texts_of_a_recipe_give_the_tokenizer_of_its_files(tmp_path, keys):
+    rows = [{"text": text, "label": "Quagga"} for text in texts(60)]
+    (tmp_path / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    recipe = {
+        "name": "texts",
+        "task": {
+            "type": "sequence_classification",
+            "text": "text",
+            "labels": ["Quagga", "Zebra"],
+            "metrics": ["accuracy"],
+        },
+        "model": {"name_or_path": "google-bert/bert-base-uncased"},
+        "data": {"source": "files", "train": "train.jsonl", "validation": None, "max_length": 16, **keys},
+        "training": {"max_steps": 1},
+    }
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe))
+    train_tokenizer(TokenizerRequest([str(tmp_path / "train.jsonl")], tmp_path / "files", size=80))
+    words = ["tokenizer", str(tmp_path / "recipe.json"), str(tmp_path / "recipe"), "--size", "80", "--recipe"]
+    assert answer(words) == 0
+    files, ours = ((tmp_path / name / "tokenizer.json").read_text() for name in ("files", "recipe"))
+    assert ours == files
+    with pytest.raises(UsageError, match="`--recipe` takes one recipe"):
+        answer([*words, "--text", "label"])

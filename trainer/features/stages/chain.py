@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +15,13 @@ from trainer.base.terminal import say
 from trainer.checkpoint.identity import differences
 from trainer.features.stages import evidence
 from trainer.features.stages.stage import Stage, StageTrees
+from trainer.features.stages.work import do_work
 from trainer.launch.local import plan_start, run_or_join
 from trainer.launch.rank_job import set_threads
 from trainer.ranks.environment import LaunchEnvironment, detect
 from trainer.ranks.stopping import StopRequest, stop_before_training
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import ResolvedRecipe
-from trainer.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from trainer.ranks.joining import Rendezvous
@@ -48,14 +50,23 @@ class StageChain:
         self._whole, self._trees = whole, trees
         self._listed, self._chosen = listed, chosen
         self._resumes = whole.recipe.checkpoint.resume == "auto"
-        self.stages: Mapping[str, ResolvedRecipe] = {stage.name: recipes[stage.name] for stage in chosen}
+        self._recipes = recipes
+        self.stages: Mapping[str, ResolvedRecipe] = {
+            stage.name: recipes[stage.name] for stage in chosen if stage.work is None
+        }
+        self.works: Mapping[str, str] = {
+            stage.name: f"{stage.work.describe(recipes[stage.name].recipe)}, in {stage.folder}"
+            for stage in chosen
+            if stage.work is not None
+        }
 
     def unchecked(self, name: str) -> tuple[str, ...]:
         """Return the parts that a check cannot see: the model of a parent that is not trained yet."""
         (stage,) = (stage for stage in self._chosen if stage.name == name)
-        if stage.parent is None or stage.parent.has_model:
-            return ()
-        return (f"weights and tokenizer of the stage {stage.parent.name}, which is not trained yet",)
+        unmade = [f"the result of the stage {work.name}" for work in stage.works if not evidence.run_of(work.folder)]
+        if stage.parent is not None and not stage.parent.has_model:
+            unmade = [f"weights and tokenizer of the stage {stage.parent.name}"]
+        return tuple(f"{part}, which is not done yet" for part in unmade)
 
     def run(self, processes: int | None, max_restarts: int, job: Any) -> int:
         """Do the stages that are not done, and return the exit code of the last one that ran.
@@ -71,10 +82,12 @@ class StageChain:
                 return self._join(environment, pending, processes, max_restarts, job)
             for stage in pending:
                 self._begin(stage)
-                resolved = self._trees.resolved(stage)
-                if code := run_or_join(resolved, stage.processes or processes, max_restarts, job):
+                resolved, number = self._trees.resolved(stage), stage.processes or processes
+                if stage.work is not None:
+                    do_work(stage.work, resolved, stage.folder, stage.processes)
+                elif code := run_or_join(resolved, number, max_restarts, job):
                     return code
-                evidence.finish(stage.folder, facts_recipe(stage, resolved))
+                evidence.finish(stage.folder, facts_of(stage, resolved))
             self._link()
         return ExitCode.DONE
 
@@ -89,7 +102,7 @@ class StageChain:
         """Do stages as a rank of a launcher; the ranks meet once."""
         if environment.elastic_nodes is not None:
             raise UsageError("`stages` need a fixed number of nodes, but torchrun has --nnodes MIN:MAX; use one number")
-        for stage in pending:
+        for stage in (one for one in pending if one.work is None):
             plan_start(self._trees.resolved(stage), stage.processes or processes, max_restarts)
         set_threads(environment)
         is_first = environment.rank == 0
@@ -101,12 +114,17 @@ class StageChain:
                 self._begin(stage)
             resolved = self._trees.resolved(stage)
             own = _of_stage(meeting, stage, environment)
-            with StopRequest() as stop:
-                end = train(resolved, environment, stop, own, callbacks=job.callbacks)
-            if end.exit_code:
-                return end.exit_code
+            if stage.work is not None:
+                work = partial(do_work, stage.work, resolved, stage.folder, stage.processes) if is_first else int
+                # No collective, so the other ranks wait as long as the first one works.
+                work() if own is None else own.together(work, math.inf)
+            else:
+                with StopRequest() as stop:
+                    end = train(resolved, environment, stop, own, callbacks=job.callbacks)
+                if end.exit_code:
+                    return end.exit_code
             if is_first:
-                evidence.finish(stage.folder, facts_recipe(stage, resolved))
+                evidence.finish(stage.folder, facts_of(stage, resolved))
         if is_first:
             self._link()
         return ExitCode.DONE
@@ -138,42 +156,41 @@ class StageChain:
         """
         pending: list[Stage] = []
         for stage in self._chosen:
-            written = evidence.read(stage.folder)
-            parent = evidence.read(stage.parent.folder).get("run") if stage.parent else None
-            if stage.parent is not None and parent is None and stage.parent not in pending:
+            written, began = evidence.read(stage.folder), _starts(stage, pending)
+            if None in began.values():
+                missing = next(name for name, run in began.items() if run is None)
                 raise UsageError(
-                    f"`stage` is {stage.name}, which starts from {stage.parent.name}, but that is not trained; leave"
-                    " `stage` out"
+                    f"`stage` is {stage.name}, which starts from {missing}, but that is not done; leave `stage` out"
                 )
-            if stage.parent in pending:
-                parent = None
-            if written and stage.parent is not None and written.get("began_from") != parent:
+            if written and written.get("began_from") != began:
+                other = next(
+                    (name for name in began if began[name] != dict(written["began_from"]).get(name)), "a stage"
+                )
                 raise UsageError(
-                    f"the stage {stage.name} in {stage.folder} began from another run of {stage.parent.name} than the"
-                    f" present one; remove {stage.folder}, or name another `checkpoint.folder`"
+                    f"the stage {stage.name} in {stage.folder} began from another run of {other} than the present one;"
+                    f" remove {stage.folder}, or name another `checkpoint.folder`"
                 )
             if not (self._resumes and "run" in written):
                 pending.append(stage)
                 continue
-            facts = evidence.facts_of(facts_recipe(stage, self.stages[stage.name]))
+            facts = facts_of(stage, self._recipes[stage.name])
             if changed := differences(written["training"], facts):
                 raise UsageError(
-                    f"the stage {stage.name} is done, but its training has changed: {changed}; restore the values, or"
-                    f" remove {stage.folder} and the folders of the stages after it"
+                    f"the stage {stage.name} is done, but its {'work' if stage.work else 'training'} has changed:"
+                    f" {changed}; restore the values, or remove {stage.folder} and the folders of the stages after it"
                 )
         return pending
 
     def _begin(self, stage: Stage) -> None:
         """Show that a stage begins, and write the run that it begins from."""
         say(f"stage {stage.number} of {len(self._listed)}: {stage.name}, in {stage.folder}")
-        parent = evidence.read(stage.parent.folder).get("run") if stage.parent else None
         if self._resumes or not evidence.read(stage.folder):
-            evidence.begin(stage.folder, parent)
+            evidence.begin(stage.folder, _starts(stage))
 
     def _link(self) -> None:
         """Link the model and the checkpoints of the last stage, so that the folder is used as that of a run."""
         last, folder = self._listed[-1], Path(self._whole.recipe.checkpoint.folder)
-        if "run" not in evidence.read(last.folder):
+        if evidence.run_of(last.folder) is None:
             return
         for name in _LINKS:
             link = folder / name
@@ -184,14 +201,29 @@ class StageChain:
                     os.symlink(os.path.join(last.folder.name, name), link)
 
 
-def facts_recipe(stage: Stage, resolved: ResolvedRecipe) -> Recipe:
-    """Return the recipe of a stage with its own keys of the model, also where a stand-in has others."""
+def _starts(stage: Stage, pending: Sequence[Stage] = ()) -> dict[str, str | None]:
+    """Return the runs that a stage starts from by their stages: its parent, and all works before it.
+
+    Those of `pending` stages are empty: they come first. None: there is no run.
+    """
+    before = [*stage.works, *([stage.parent] if stage.parent else [])]
+    return {one.name: "" if one in pending else evidence.run_of(one.folder) for one in before}
+
+
+def facts_of(stage: Stage, resolved: ResolvedRecipe) -> dict[str, Any]:
+    """Return the facts of a stage, with its own keys of the model also where a stand-in has others."""
     recipe = resolved.recipe
+    if stage.work is not None:
+        return evidence.facts_of_work(stage.work.model_dump(mode="json"), recipe)
     if stage.parent is None:
-        return recipe
-    own = {key: stage.own_model.get(key) for key in ("config", "new_tokens")}
-    own["new_head"] = bool(stage.own_model.get("new_head"))
-    return recipe.model_copy(update={"model": recipe.model.model_copy(update=own)})
+        return evidence.facts_of(recipe)
+    model = stage.own_model.plain()
+    own = {
+        "config": model.get("config"),
+        "new_tokens": model.get("new_tokens"),
+        "new_head": bool(model.get("new_head")),
+    }
+    return evidence.facts_of(recipe.model_copy(update={"model": recipe.model.model_copy(update=own)}))
 
 
 def _of_stage(meeting: Rendezvous | None, stage: Stage, environment: LaunchEnvironment) -> Rendezvous | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import secrets
@@ -24,6 +25,23 @@ def facts_of(recipe: Recipe) -> dict[str, Any]:
     data = recipe.data.model_dump(mode="json", exclude=set(_HOW_DATA))
     same: dict[str, Any] = json.loads(json.dumps({**facts, "data": _names(data)}))  # as the file has it
     return same
+
+
+def facts_of_work(keys: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
+    """Return what the result of a work depends on: its keys, task and data, and the sizes of files on this machine."""
+    data = recipe.data.model_dump(mode="json", exclude=set(_HOW_DATA) - {"validation"})
+    facts = {"work": keys, "task": recipe.task.model_dump(mode="json"), "data": _names(data), "bytes": _sizes(data)}
+    same: dict[str, Any] = json.loads(json.dumps(facts))
+    return same
+
+
+def _sizes(value: Any) -> dict[str, int]:
+    """Return the sizes of the files that absolute paths and patterns name."""
+    if isinstance(value, dict | list):
+        inner = value.values() if isinstance(value, dict) else value
+        return {name: size for one in inner for name, size in _sizes(one).items()}
+    files = glob.glob(value, recursive=True) if isinstance(value, str) and os.path.isabs(value) else []
+    return {os.path.basename(file): os.path.getsize(file) for file in sorted(files) if os.path.isfile(file)}
 
 
 def _names(value: Any) -> Any:
@@ -53,15 +71,20 @@ def read(folder: Path) -> Mapping[str, Any]:
     return content
 
 
-def begin(folder: Path, began_from: str | None) -> None:
-    """Write that a stage has begun from a finished run, by the word that `finish` gave it."""
+def run_of(folder: Path) -> str | None:
+    """Return the word of the run of a stage; None: it is not over."""
+    return read(folder).get("run")
+
+
+def begin(folder: Path, began_from: Mapping[str, str | None]) -> None:
+    """Write that a stage has begun from others, by their names and the words that `finish` gave their runs."""
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder, {"began_from": began_from})
 
 
-def finish(folder: Path, recipe: Recipe) -> None:
-    """Write that a stage is over, with a word for this run and the keys of its training."""
-    _write(folder, {**read(folder), "run": secrets.token_hex(8), "training": facts_of(recipe)})
+def finish(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Write that a stage is over, with a word for this run and the keys of its training or work."""
+    _write(folder, {**read(folder), "run": secrets.token_hex(8), "training": facts})
 
 
 def _write(folder: Path, content: Mapping[str, Any]) -> None:

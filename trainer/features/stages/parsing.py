@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trainer.base.errors import RecipeError
+from trainer.base.errors import RecipeError, UsageError
 from trainer.features.stages.chain import StageChain
 from trainer.features.stages.stage import Stage, StageTrees
+from trainer.features.stages.work import with_changes, work_of
 from trainer.recipe.paths import shown_value
 from trainer.recipe.reading.loading import ResolvedRecipe, base_file, read_layers, resolve_tree
 from trainer.recipe.reading.merging import merged
@@ -44,9 +45,16 @@ def resolve_chain(
         listed, own = own, None
     if listed.value is None:
         return resolve_tree(file, merged(common, _without(layer, _KEY)), problems, needs_data)
-    whole = resolve_tree(file, common, problems, needs_data)
-    reading = _Reading(file, Path(whole.recipe.checkpoint.folder))
-    for node in _changed(listed, own, reading):
+    reading = _Reading(file)
+    nodes = _changed(listed, own, reading)
+    stand_in = common
+    for node in nodes:
+        _, work, _ = work_of(node)
+        if work is not None:
+            stand_in = with_changes(stand_in, work.changes(Path(), is_done=False), node.origin)
+    whole = resolve_tree(file, stand_in, problems, needs_data)
+    reading.folder = Path(whole.recipe.checkpoint.folder)
+    for node in nodes:
         reading.add(node)
     reading.require_none()
     trees = StageTrees(file, common, whole.recipe.name, needs_data)
@@ -56,6 +64,8 @@ def resolve_chain(
             recipes[stage.name] = trees.resolved(stage)
         except RecipeError as error:
             reading.messages += [f"{problem} (stage `{stage.name}`)" for problem in error.problems]
+    reading.require_none()
+    reading.messages += _unfit(reading.stages, recipes)
     reading.require_none()
     one = layer.members.get(_ONE)
     chosen = [stage for stage in reading.stages if one is None or stage.name == one.value]
@@ -70,16 +80,33 @@ def resolve_chain(
     return replace(whole, chain=StageChain(whole, trees, tuple(reading.stages), tuple(chosen), recipes))
 
 
+def _unfit(stages: list[Stage], recipes: Mapping[str, ResolvedRecipe]) -> Iterator[str]:
+    """Yield the problems of works: of their keys, and of later stages with their results."""
+    for number, stage in enumerate(stages):
+        if stage.work is None:
+            continue
+        recipe = recipes[stage.name].recipe
+        try:
+            stage.work.describe(recipe)
+        except UsageError as error:
+            yield f"{stage.written.origin}: `{_KEY}.{stage.name}`: {error}"
+        for later in (one for one in stages[number + 1 :] if not one.base.members):  # others have rows of their own
+            if problem := stage.work.problem(recipe, recipes[later.name].recipe, later.keys.plain()):
+                yield f"{later.written.origin}: `{_KEY}.{later.name}`: {problem}"
+
+
 def _single(
     chosen: list[Stage], is_open: bool, recipes: Mapping[str, ResolvedRecipe], needs_data: bool
 ) -> ResolvedRecipe:
     """Return the recipe of the chosen stage, for a caller that takes one training."""
-    stage = chosen[0]
+    stage, *_ = trainings = [one for one in chosen if one.work is None] or chosen
     if is_open:
         raise RecipeError(
-            f"`{_KEY}` has the trainings {', '.join(recipes)}, but this command takes one; choose it, as in"
-            f" {_ONE}={stage.name}"
+            f"`{_KEY}` has the trainings {', '.join(one.name for one in trainings)}, but this command takes one; choose"
+            f" it, as in {_ONE}={stage.name}"
         )
+    if stage.work is not None:
+        raise RecipeError(f"`{_KEY}`: {stage.name} is no training, and this command takes one; choose a training")
     if needs_data and stage.parent is not None and not stage.parent.has_model:
         raise RecipeError(
             f"`{_KEY}`: {stage.name} starts from the model of {stage.parent.name}, but {stage.parent.model_folder} does"
@@ -117,7 +144,7 @@ class _Reading:
     """The stages that were read, and their problems."""
 
     file: Path
-    folder: Path
+    folder: Path = Path()
     stages: list[Stage] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
 
@@ -146,25 +173,36 @@ class _Reading:
             self.report(node, f"`{path}.start` must be fresh or continued, but is {shown_value(start)}")
         if processes is not None and not (type(processes) is int and processes > 0):
             self.report(node, f"`{path}.processes` must be a number from 1 on, but is {shown_value(processes)}")
-        parent = self._parent(node, path)
+        key, work, problems_of_work = work_of(node)
+        for problem in problems_of_work:
+            self.report(node, f"`{path}` {problem}")
+        parent = None if key else self._parent(node, path)
+        for other in ("from", "start") if key else ():
+            if other in node.members:
+                self.report(node, f"`{path}.{other}` is one of trainings, but `{key}` trains no model; remove it")
         if start == "continued" and parent is None:
             self.report(node, f"`{path}.start` is continued, but no stage comes before it; use fresh")
         self._refuse_set_keys(node, path, parent)
         base, problems = self._base(node)
         if len(self.messages) == before:
             folder = self.folder / f"{number:02d}-{name}"
-            keys = _without(node, *_OWN)
-            stage = Stage(number, name, folder, parent, start == "continued", processes, keys, base, node, problems)
+            works = tuple(stage for stage in self.stages if stage.work is not None)
+            is_continued = start == "continued"
+            keys = _without(node, *_OWN, key)
+            stage = Stage(
+                number, name, folder, parent, is_continued, processes, keys, base, node, problems, work, works
+            )
             self.stages.append(stage)
 
     def _parent(self, node: Node, path: str) -> Stage | None:
         named = _plain(node, "from")
         if named is None:
-            return self.stages[-1] if self.stages else None
-        parent = next((stage for stage in self.stages if stage.name == named), None)
+            return next((stage for stage in reversed(self.stages) if stage.work is None), None)
+        trainings = [stage for stage in self.stages if stage.work is None]
+        parent = next((stage for stage in trainings if stage.name == named), None)
         if parent is None:
-            earlier = ", ".join(stage.name for stage in self.stages) or "none"
-            self.report(node, f"`{path}.from` must be an earlier stage ({earlier}), but is {shown_value(named)}")
+            earlier = ", ".join(stage.name for stage in trainings) or "none"
+            self.report(node, f"`{path}.from` must be an earlier training ({earlier}), but is {shown_value(named)}")
         return parent
 
     def _refuse_set_keys(self, node: Node, path: str, parent: Stage | None) -> None:

@@ -54,6 +54,8 @@ class Chain(Protocol):
 
     stages: Mapping[str, ResolvedRecipe]
     """The recipe of each training by name; the model of an earlier one that is not trained yet has a stand-in."""
+    works: Mapping[str, str]
+    """Words of each work beside the trainings, such as a tokenizer, by name."""
 
     def unchecked(self, name: str) -> tuple[str, ...]:
         """Return the parts of a training that a check cannot see."""
@@ -148,11 +150,6 @@ def _find_recipe(source: str, folder: Path) -> Path:
 # Layers
 
 
-def _data_endings() -> tuple[str, ...]:
-    """Return the endings of files of rows that no recipe has."""
-    return tuple(end for end in formats_by_ending() if end not in recipe_endings())
-
-
 def read_layers(file: Path, chain: tuple[Path, ...] = ()) -> tuple[Node, list[Problem]]:
     """Return the recipe in `file` merged over those that it extends, and the problems of the parser."""
     # Real paths, so that a link cannot hide a circle.
@@ -161,7 +158,8 @@ def read_layers(file: Path, chain: tuple[Path, ...] = ()) -> tuple[Node, list[Pr
     is_json = file.suffix.lower() not in recipe_formats()
     if len(chain) > 1 and is_json and read_text(file).lstrip()[:1] not in ("{", "/"):
         raise RecipeError(f"{shown_path(file)}: is not a recipe, which is an object {{...}}; name another file")
-    if len(chain) == 1 and file.name.lower().removesuffix(".gz").endswith(_data_endings()):
+    of_data = tuple(end for end in formats_by_ending() if end not in recipe_endings())
+    if len(chain) == 1 and file.name.lower().removesuffix(".gz").endswith(of_data):
         command = f"trainer init {shlex.quote(shown_path(file))}"
         raise RecipeError(f"{shown_path(file)}: is a file of data, not a recipe; write a recipe for it with: {command}")
     node, problems = read_file(file)

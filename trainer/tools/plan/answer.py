@@ -108,10 +108,15 @@ def answer_chain(request: PlanRequest, chain: Chain) -> Answer:
         if request.price is not None:
             total["price"] = sum(cost["price"] for cost in costs.values())
             last += f", {total['price']:,.2f} for them"
+    if not answers:
+        raise UsageError("`plan` takes a training, but the stage is a work beside them; choose another one")
     most = max(answers, key=lambda name: answers[name].values["needed_bytes"])
     needed = format_bytes(answers[most].values["needed_bytes"])
-    texts = [f"stage     {name}\n{one.text.rstrip()}\n" for name, one in answers.items()]
-    values = {"stages": {name: one.values for name, one in answers.items()}, "training": total}
+    texts = [f"stage     {name}: {work}; it is not planned\n" for name, work in chain.works.items()]
+    texts += [f"stage     {name}\n{one.text.rstrip()}\n" for name, one in answers.items()]
+    values = {
+        "stages": {name: one.values for name, one in answers.items()}, "works": dict(chain.works), "training": total
+    }  # fmt: skip
     return Answer("\n".join([*texts, f"all       {last}", f"memory    {needed} at most, in {most}"]), values)
 
 

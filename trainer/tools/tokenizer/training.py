@@ -51,10 +51,10 @@ class TokenizerRequest:
         return TokenizerShape(family, self.kind or FAMILIES[family].kind, self.lowercase, self.max_length)
 
 
-def train_tokenizer(request: TokenizerRequest) -> dict[str, Any]:
+def train_tokenizer(request: TokenizerRequest, texts: Texts | None = None) -> dict[str, Any]:
     """Train a tokenizer, write its folder, and return the report on it.
 
-    Texts are read one after the other; memory holds the distinct words.
+    `texts` are those of `request.data` by default. Texts are read one after the other; memory holds the distinct words.
 
     Raises:
         DataError: the data have no text, or cannot be read.
@@ -70,7 +70,7 @@ def train_tokenizer(request: TokenizerRequest) -> dict[str, Any]:
         )
     special = len(shape.family.special) + shape.family.sentinels
     _require_size(request, special + (_BYTES if shape.kind == "bpe" else 1))
-    texts, started = Texts(places_of(request.data), request.text), time.perf_counter()
+    texts, started = texts or Texts(places_of(request.data), request.text), time.perf_counter()
     tokenizer = shape.finished(_trained(request, shape, texts))
     seconds = time.perf_counter() - started
     if len(tokenizer) > request.size:
