@@ -49,12 +49,12 @@ class EncodeStage(Section):
         ours, theirs = recipe.data, later.data
         if {"source", "name", "train"} & (written.get("data") or {}).keys():
             return None
-        if "text" in (written.get("task") or {}):
-            return (
-                "`task.text` follows from the stage that writes its token ids; remove it, or name rows in `data.train`"
-            )
-        if later.task.type != recipe.task.type:
-            return f"`task.type` must be {recipe.task.type}, as in the stage that writes its token ids; name other rows"
+        for key in ("type", "text"):
+            if key in (written.get("task") or {}):
+                return (
+                    f"`task.{key}` follows from the stage that writes its token ids; remove it, or name rows in"
+                    " `data.train`"
+                )
         if "packing" not in type(recipe.task).model_fields and ours.max_length != theirs.max_length:
             return (
                 f"`data.max_length` must be {ours.max_length}, as in the stage that writes its token ids, but is"

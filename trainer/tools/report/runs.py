@@ -89,9 +89,10 @@ def read_run(folder: Path, name: str | None = None, state: str | None = None) ->
     try:
         metrics = read_metrics(folder / METRICS_FILE_NAME, MOST_STEPS)
     except OSError as error:
+        stages = stage_folders(folder)
+        fix = f"one of its stages, such as {stages[-1]}" if stages else "a folder that holds one"
         raise UsageError(
-            f"{str(folder)!r} must be the folder of a run with a {METRICS_FILE_NAME} ({error.strerror}); name a folder"
-            " that holds one"
+            f"{str(folder)!r} must be the folder of a run with a {METRICS_FILE_NAME} ({error.strerror}); name {fix}"
         ) from error
     return Run(name or folder.resolve().name, folder, metrics, state or _state(folder, metrics))
 
