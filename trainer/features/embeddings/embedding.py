@@ -21,8 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.base.errors import DataError, UsageError
 from trainer.features.embeddings.head import SentenceHead
-from trainer.features.embeddings.losses import PAIR_LOSSES, TEACHER_LOSSES
-from trainer.features.embeddings.names import POOLINGS, DenseLayer
+from trainer.features.embeddings.names import PAIR_LOSSES, POOLINGS, TEACHER_LOSSES, DenseLayer
 from trainer.features.embeddings.prompts import Prompts
 from trainer.features.embeddings.retrieval import Retrieval
 from trainer.features.embeddings.section import Embedding, TextTuples

@@ -24,7 +24,7 @@ from trainer.features.embeddings.prompts import DOCUMENT, QUERY, prompt_of
 from trainer.features.embeddings.section import Embedding
 from trainer.models.hub_files import find_file
 from trainer.models.sentence_files import MODULES, place_of, prompts_of, read_json, unreachable
-from trainer.recipe.schema import Recipe
+from trainer.recipe.schema import Model, Recipe
 from trainer.tasks.task import Task
 from trainer.training.preparation import ModelFolder
 
@@ -41,7 +41,7 @@ _NO_LIMIT = 10**9  # tokenizers without a maximum length have an even larger one
 
 
 @dataclass(frozen=True)
-class SentenceFolder(ModelFolder):
+class FolderEmbedding(ModelFolder):
     """The embedding of a folder of sentence-transformers.
 
     `poolings` are values of `task.pooling`; several are joined. `prompts` are texts before other texts by name, and
@@ -98,7 +98,7 @@ def read_folder(recipe: Recipe) -> ModelFolder | None:
             with problems.collect():
                 check()
         problems.raise_all()
-        return SentenceFolder(
+        return FolderEmbedding(
             tuple(folder.notes()),
             poolings,
             folder.normalizes,
@@ -159,12 +159,7 @@ class _Folder:
             raise UsageError(
                 f"{self._place}, but {path}/config.json, which describes a dense layer, is missing; add it"
             )
-        file = find_file(model, f"{path}/{SAFE_WEIGHTS_NAME}")
-        if file is None:
-            raise UsageError(
-                f"{self._place}, but {path}/{SAFE_WEIGHTS_NAME} is missing; save the model again with"
-                " sentence-transformers, which writes safetensors"
-            )
+        file, shapes = dense_weights(model, path)
         # The default of `Dense` in sentence-transformers is Tanh.
         name = str(config.get("activation_function", "torch.nn.modules.activation.Tanh"))
         sizes = _size(config, "in_features"), _size(config, "out_features")
@@ -178,8 +173,6 @@ class _Folder:
                 f"{self._place} with {problem} in {path}, but dense layers map embeddings, with one of the activations"
                 f" {listed(list(DENSE_ACTIVATIONS), 10)}; use another model"
             )
-        with safe_open(file, framework="pt") as opened:
-            shapes = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
         expected: dict[str, tuple[int, ...]] = {"linear.weight": (layer.out_features, layer.in_features)}
         expected |= {"linear.bias": (layer.out_features,)} if layer.bias else {}
         if shapes != expected:
@@ -277,6 +270,18 @@ class _Folder:
                 f"texts are cut at `data.max_length` {self._recipe.data.max_length} tokens, also by the exported"
                 f" folder; {name} cuts at {self._longest}"
             )
+
+
+def dense_weights(model: Model, path: str) -> tuple[str, dict[str, tuple[int, ...]]]:
+    """Return the file of a dense layer in a folder of sentence-transformers, and the shapes of its tensors by name."""
+    file = find_file(model, f"{path}/{SAFE_WEIGHTS_NAME}")
+    if file is None:
+        raise UsageError(
+            f"{place_of(model)}, but {path}/{SAFE_WEIGHTS_NAME} is missing; save the model again with"
+            " sentence-transformers, which writes safetensors"
+        )
+    with safe_open(file, framework="pt") as opened:
+        return file, {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
 
 
 def _size(config: Mapping[str, Any], key: str) -> int:

@@ -1,8 +1,14 @@
-"""Names in folders of sentence-transformers, without torch, because the section of a recipe reads them."""
+"""Names of losses, and names in folders of sentence-transformers, without torch: the section of a recipe reads them."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+PAIR_LOSSES = ("cosine", "cosent", "angle")
+"""The losses of two texts with a score."""
+
+TEACHER_LOSSES = ("margin_mse", "kl_divergence")
+"""The losses of a query and documents with the scores of a teacher."""
 
 
 class PoolingNames(NamedTuple):

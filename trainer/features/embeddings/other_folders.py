@@ -8,17 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from safetensors import safe_open
-from transformers.utils import SAFE_WEIGHTS_NAME
-
 from trainer.base.errors import UsageError
 from trainer.base.text import listed
 from trainer.features.embeddings.embedding import EmbeddingTask
+from trainer.features.embeddings.folder import dense_weights
 from trainer.features.embeddings.multi_vector import MultiVectorTask
 from trainer.features.embeddings.names import DenseLayer
 from trainer.features.embeddings.section import MultiVectorEmbedding
 from trainer.models.configuration import load_config
-from trainer.models.hub_files import find_file
 from trainer.models.sentence_files import MODULES, place_of, prompts_of, read_json, unreachable
 from trainer.recipe.schema import Model, Recipe
 from trainer.tasks.task import Task
@@ -143,14 +140,7 @@ def _same(model: Model, name: str, found: Any, expected: Any, fix: str) -> None:
 
 def _weights(model: Model, path: str, layer: DenseLayer) -> str:
     """Return the file of the linear layer of a folder."""
-    file = find_file(model, f"{path}/{SAFE_WEIGHTS_NAME}")
-    if file is None:
-        raise UsageError(
-            f"{place_of(model)}, but {path}/{SAFE_WEIGHTS_NAME} is missing; save the model again with"
-            " sentence-transformers, which writes safetensors"
-        )
-    with safe_open(file, framework="pt") as opened:
-        shapes = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
+    file, shapes = dense_weights(model, path)
     expected = {"linear.weight": (layer.out_features, layer.in_features)}
     if shapes != expected:
         raise UsageError(

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from trainer.features.embeddings.losses import PAIR_LOSSES, TEACHER_LOSSES
-from trainer.features.embeddings.names import HIGHEST_SCALE
+from trainer.features.embeddings.names import HIGHEST_SCALE, PAIR_LOSSES, TEACHER_LOSSES
 from trainer.recipe.paths import shown_value
 from trainer.recipe.schema.section import Contradiction, clash, repeated
 

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from trainer.features.embeddings.losses import PAIR_LOSSES
+from trainer.features.embeddings.names import PAIR_LOSSES
 from trainer.recipe.schema.fields import Name
 from trainer.recipe.schema.section import Contradiction, clash
 from trainer.recipe.schema.task_keys import Start, TaskKeys, Traits
@@ -110,6 +110,11 @@ class ScoredTuples(TextTuples):
     error of the differences of scores; kl_divergence: of the softmax of a teacher's scores from that of scores."""
     temperature: float = Field(1.0, gt=0)
     """Divisor of the scores."""
+    metrics: list[Literal["recall_at_1", "recall_at_5", "recall_at_10", "mrr", "ndcg"]] = Field(
+        default=["recall_at_1", "mrr"], min_length=1
+    )
+    """Share of the positives among the first 1, 5 or 10 texts; mean reciprocal rank of the first positive; nDCG of the
+    first 10."""
 
 
 class SparseEmbedding(ScoredTuples):
@@ -128,11 +133,6 @@ class SparseEmbedding(ScoredTuples):
     """Steps in which both weights grow from 0."""
     flops_growth: Literal["quadratic", "linear"] = "quadratic"
     """Growth of both weights over these steps."""
-    metrics: list[Literal["recall_at_1", "recall_at_5", "recall_at_10", "mrr", "ndcg"]] = Field(
-        default=["recall_at_1", "mrr"], min_length=1
-    )
-    """Share of the positives among the first 1, 5 or 10 texts; mean reciprocal rank of the first positive; nDCG of the
-    first 10."""
 
     @property
     def joint_loss(self) -> str | None:
@@ -160,8 +160,3 @@ class MultiVectorEmbedding(ScoredTuples):
     """Fill queries up to `query_length` with mask tokens, which have vectors too."""
     skip_punctuation: bool = True
     """Leave out the vectors of punctuation in documents."""
-    metrics: list[Literal["recall_at_1", "recall_at_5", "recall_at_10", "mrr", "ndcg"]] = Field(
-        default=["recall_at_1", "mrr"], min_length=1
-    )
-    """Share of the positives among the first 1, 5 or 10 texts; mean reciprocal rank of the first positive; nDCG of the
-    first 10."""
