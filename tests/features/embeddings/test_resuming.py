@@ -1,4 +1,4 @@
-"""Embeddings resume in another layout, with their dense layers and temperature."""
+"""Embeddings of all kinds resume in another layout."""
 
 from __future__ import annotations
 
@@ -11,6 +11,26 @@ from tests.helpers.ranks import RankPools
 from tests.helpers.training import TINY_TASKS, tiny_recipe
 from tests.parity.cases import assert_same_curve
 from tests.parity.test_resuming import all_steps, first_steps, last_steps, tail
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "keys", "saving", "going_on"),
+    [
+        # The regulariser grows over all steps, so the step must go on too.
+        ("sparse_embedding", {"flops_warmup": 9}, {"strategy": "fsdp"}, {"tensor": 2}),
+        ("multi_vector_embedding", {}, {"strategy": "zero3"}, {"context": 2}),
+    ],
+)
+def test_other_vectors_go_on_in_another_layout(ranks: RankPools, tmp_path: Path, task, keys, saving, going_on):
+    tiny = TINY_TASKS[task]
+    one, first, last = (
+        tiny_recipe(task={**tiny.keys, **keys}, model=tiny.model, parallel=parallel)
+        for parallel in ({}, saving, going_on)
+    )
+    ranks(2).run(first_steps, first, tmp_path)
+    for curve in ranks(2).run(last_steps, last, tmp_path):
+        assert_same_curve(curve, tail(all_steps(one)))
 
 
 @pytest.mark.parametrize(
