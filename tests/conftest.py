@@ -26,9 +26,10 @@ from tests.helpers.durations import Durations
 from tests.helpers.ranks import RankPools
 from tests.helpers.recipes import minimal, problems, write
 from tests.helpers.rows import in_folder
+from tests.helpers.warm import warm_python
 from trainer.base.collector import importing
 
-__all__ = ["in_folder", "minimal", "problems", "ranks", "write"]  # fixtures, which pytest finds here
+__all__ = ["in_folder", "minimal", "problems", "ranks", "warm_python", "write"]  # fixtures, which pytest finds here
 
 # Seconds of an example on a busy machine say nothing.
 settings.register_profile("trainer", deadline=None, suppress_health_check=[HealthCheck.too_slow])

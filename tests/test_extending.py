@@ -41,6 +41,7 @@ def write_blocks(folder: Path, prefix: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_python")
 def test_the_task_of_the_page(tmp_path: Path):
     write_blocks(tmp_path, "counts.py")
     (tmp_path / "commands.py").write_text(COMMANDS)

@@ -106,6 +106,7 @@ class TestErrors:
 
 class TestRanks:
     @pytest.mark.slow
+    @pytest.mark.usefixtures("warm_python")
     def test_a_thread_trains_as_the_main_one_and_two_ranks_do(self, tmp_path):
         """A thread gets no signals, so that the run has a process of its own there."""
         file = write_tiny_run(tmp_path)
@@ -138,6 +139,7 @@ class TestRanks:
         assert (result.outcome, result.model_folder, len(result.steps)) == ("stopped", None, 2)
 
     @pytest.mark.slow
+    @pytest.mark.usefixtures("warm_python")
     def test_ranks_of_torchrun(self, tmp_path):
         file = write_tiny_run(tmp_path)
         text = f"""

@@ -89,6 +89,7 @@ def test_errors(scripts: Path, capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_python")
 def test_the_journey(scripts: Path, capsys: pytest.CaptureFixture[str]):
     assert len(SCRIPTS["journey.py"].splitlines()) <= 25
     runpy.run_path("journey.py")
@@ -104,6 +105,7 @@ def test_the_journey(scripts: Path, capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_python")
 def test_two_ranks(scripts: Path, capsys: pytest.CaptureFixture[str]):
     runpy.run_path("two_ranks.py")
     shown = capsys.readouterr().out
@@ -120,6 +122,7 @@ def test_a_callback_stops_two_ranks_and_starts_again(scripts: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_python")
 def test_an_own_loop_on_two_ranks(scripts: Path):
     assert len(SCRIPTS["own_loop.py"].splitlines()) <= 60
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "own_loop.py"]

@@ -14,7 +14,9 @@ import sys
 
 def main(door: str, arguments: list[str]) -> int:
     """Send arguments, environment, working directory and streams, and return the exit code as a shell reports it."""
-    asked = {"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}
+    asked = {
+        "arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd(), "parent": os.getppid(),
+    }  # fmt: skip
     with socket.socket(socket.AF_UNIX) as caller:
         caller.connect(door)
         text = json.dumps(asked).encode() + b"\n"

@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import pty
+import runpy
 import shlex
 import signal
 import socket
@@ -27,9 +28,22 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TextIO
 
+import pytest
+
 from tests.helpers import knock, processes
 from tests.helpers.forking import forking, start_children_as_usual
 from tests.helpers.nodes import Node
+
+_EXECUTABLE = "TRAINER_TESTS_PYTHON"  # the variable with the `python` of `warm_python`, for processes of processes
+
+_SHIM = """#!/bin/sh
+[ "$1" = -u ] && [ "$2" != -c ] && shift
+case "$1" in
+    */folder_reader.py) exec {usual} "$@" ;;  # it must not find this project
+    -m | *.py) exec {warm} "$@" ;;
+esac
+exec {usual} "$@"
+"""
 
 
 class WarmProcess:
@@ -177,7 +191,8 @@ def _become(streams: Sequence[Connection], environment: dict[str, str], folder: 
 def door(node: Node | None = None) -> Iterator[dict[str, str]]:
     """Let a shell start warm processes, on a node if one is given. Yield the command to put before the arguments.
 
-    The programs are `trainer`, and `python` with `-`, `-c`, `-m trainer`, or `-u -c` for a worker of pytest-xdist.
+    The programs are `trainer`, and `python` with `-`, `-c`, `-m MODULE`, `FILE.py`, or `-u -c` for a
+    worker of pytest-xdist.
     """
     with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
         path = str(Path(folder) / "door")  # a short path: Linux limits that of a socket to 107 bytes
@@ -188,6 +203,22 @@ def door(node: Node | None = None) -> Iterator[dict[str, str]]:
         yield {program: f"{asking} {program}" for program in ("trainer", "python")}
         with suppress(OSError):  # on macOS, which wakes the thread when the socket is closed
             listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def warm_python(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fork the processes that start as `python -m MODULE` or `python FILE.py`, and theirs; others start as usual.
+
+    Not for tests that send signals to such a process: its caller has the number of `knock.py`.
+    """
+    with door() as programs:
+        file = tmp_path_factory.mktemp("warm") / "python"
+        usual = shlex.quote(sys.executable)
+        file.write_text(_SHIM.format(usual=usual, warm=programs["python"]), encoding="utf-8")
+        file.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(file))
+        monkeypatch.setenv(_EXECUTABLE, str(file))
+        yield
 
 
 def _open_to_all(listener: socket.socket, node: Node | None) -> None:
@@ -219,17 +250,35 @@ def _serve(caller: socket.socket, node: Node | None) -> None:
                 process.join(seconds)
 
 
+def _run_python(arguments: list[str]) -> None:
+    """Run `python -m MODULE ARGUMENT ...` or `python FILE.py ARGUMENT ...`."""
+    is_module = arguments[0] == "-m"
+    program, *_ = sys.argv = arguments[is_module:]
+    further = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[:0] = [str(Path() if is_module else Path(program).parent), *further]
+    if is_module:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(program, run_name="__main__")
+
+
 def _run_asked(asked: dict[str, object], streams: list[Connection], node: Node | None) -> None:
     program, *arguments = asked["arguments"]
     if node is not None:
         node.enter()
     _become(streams, asked["environment"], asked["folder"])
     sys.argv = [program, *arguments]
+    sys.executable = os.environ.get(_EXECUTABLE, sys.executable)
+    own, parent = os.getpid(), os.getppid
+    os.getppid = lambda: asked["parent"] if os.getpid() == own else parent()  # type: ignore[assignment,return-value]
     if program == "python" and arguments[:2] == ["-u", "-c"]:  # the program reads its standard input itself
         sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
         exec(arguments[2], {"__name__": "__main__"})
         return
-    if program == "python" and arguments[:2] != ["-m", "trainer"]:
+    if program == "python" and (arguments[0].endswith(".py") or (arguments[0] == "-m" and arguments[1] != "trainer")):
+        _run_python(arguments)
+        return
+    if program == "python" and arguments[0] != "-m":
         with open(0, encoding="utf-8") as script:
             source = script.read() if arguments == ["-"] else arguments[1]
         exec(compile(source, "<script>", "exec"), {"__name__": "__main__"})

@@ -229,6 +229,7 @@ def test_a_damaged_record_is_refused(tmp_path: Path, text: bytes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.nightly), 2])
+@pytest.mark.usefixtures("warm_python")
 def test_a_killed_run_that_resumes_has_the_scores_of_a_whole_one(tmp_path: Path, ranks: int):
     keys = ["logging.rows=true", "checkpoint.every=2 steps", "training.max_steps=12"]
     recipe = write_tiny_run(tmp_path / "killed")

@@ -27,6 +27,7 @@ def test_the_interval_is_that_of_a_paired_t_test():
     assert paired({9: 0.6}, first) == (None, None)
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_without_validation_rows_there_is_no_metric(tmp_path: Path):
     keys = ["data.validation=null", "evaluation.every=null", "optimizer.learning_rate=1e-3,2e-3"]
     with pytest.raises(UsageError, match=r"`data.validation` of learning_rate=1e-3 is null"):
@@ -34,6 +35,7 @@ def test_without_validation_rows_there_is_no_metric(tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_python")
 def test_each_run_has_the_metric_of_a_run_of_its_own(tmp_path: Path):
     lines = [json.dumps({"text": f"{'good' if n % 2 else 'bad'} word {n}", "label": "ab"[n % 2]}) for n in range(60)]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines) + "\n")

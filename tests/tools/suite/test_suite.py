@@ -73,6 +73,7 @@ def test_the_sample_suite_trains_over_a_tiny_model(tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_python")
 def test_recipes_train_over_one_model(tmp_path: Path):
     recipe = write_tiny_run(tmp_path)
     trainer.run(load_recipe(str(recipe), ["training.max_steps=1", f"checkpoint.folder={tmp_path / 'start'}"]))
