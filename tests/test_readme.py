@@ -312,6 +312,7 @@ def test_commands_that_train_nothing(page: Page, clone: Path):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", filter(trains, PAGES), ids=str)
+@pytest.mark.usefixtures("warm_python")
 def test_a_page_can_be_followed(page: Page, clone: Path):
     write_small_bert(clone / "google-bert" / "bert-base-uncased")
     shown = run_commands(clone, page.to_run(), 500)

@@ -20,6 +20,7 @@ def main(door: str, arguments: list[str]) -> int:
     with socket.socket(socket.AF_UNIX) as caller:
         caller.connect(door)
         text = json.dumps(asked).encode() + b"\n"
+        signal.signal(signal.SIGTERM, lambda number, _: caller.send(bytes([number])))  # the program may save and stop
         sent = socket.send_fds(caller, [text], [0, 1, 2])
         caller.sendall(text[sent:])
         code = int(caller.recv(16))

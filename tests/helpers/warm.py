@@ -184,6 +184,7 @@ def _become(streams: Sequence[Connection], environment: dict[str, str], folder: 
         stream.close()
     os.environ.clear()
     os.environ.update(environment)
+    sys.executable = environment.get(_EXECUTABLE, sys.executable)
     os.chdir(folder)
 
 
@@ -209,7 +210,7 @@ def door(node: Node | None = None) -> Iterator[dict[str, str]]:
 def warm_python(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fork the processes that start as `python -m MODULE` or `python FILE.py`, and theirs; others start as usual.
 
-    Not for tests that send signals to such a process: its caller has the number of `knock.py`.
+    Such a process has the number of `knock.py`, which passes SIGTERM on; if it is killed, the program gets a SIGINT.
     """
     with door() as programs:
         file = tmp_path_factory.mktemp("warm") / "python"
@@ -240,14 +241,20 @@ def _serve(caller: socket.socket, node: Node | None) -> None:
         process.start()
         for stream in streams:
             stream.close()
-        if process.sentinel in connection.wait([process.sentinel, caller]):
+        while process.sentinel not in connection.wait([process.sentinel, caller]):
+            with suppress(OSError):
+                if asked_signal := caller.recv(1):
+                    os.kill(process.pid or 0, asked_signal[0])
+                    continue
+            break
+        else:
             process.join()
             caller.sendall(str(process.exitcode).encode())
-        else:
-            for number, seconds in ((signal.SIGINT, 10), (signal.SIGKILL, None)):  # tests first end their processes
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid or 0, number)
-                process.join(seconds)
+            return
+        for number, seconds in ((signal.SIGINT, 10), (signal.SIGKILL, None)):  # tests first end their processes
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid or 0, number)
+            process.join(seconds)
 
 
 def _run_python(arguments: list[str]) -> None:
@@ -268,7 +275,6 @@ def _run_asked(asked: dict[str, object], streams: list[Connection], node: Node |
         node.enter()
     _become(streams, asked["environment"], asked["folder"])
     sys.argv = [program, *arguments]
-    sys.executable = os.environ.get(_EXECUTABLE, sys.executable)
     own, parent = os.getpid(), os.getppid
     os.getppid = lambda: asked["parent"] if os.getpid() == own else parent()  # type: ignore[assignment,return-value]
     if program == "python" and arguments[:2] == ["-u", "-c"]:  # the program reads its standard input itself

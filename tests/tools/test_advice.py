@@ -138,6 +138,7 @@ def test_a_planning_process_is_no_rank():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_python")
 def test_advice_comes_from_a_process_that_runs_this_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     recipe = write_tiny_run(tmp_path)
     (tmp_path / "trainer.py").write_text("raise SystemExit('not the package')")

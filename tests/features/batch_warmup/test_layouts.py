@@ -31,6 +31,7 @@ def curve(folder: Path, ranks: int, **sections: object) -> tuple[list[int], list
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_python")
 def test_layouts_have_one_curve(tmp_path: Path):
     samples, losses, norms = curve(tmp_path / "one", 1)
     for name, sections in (
@@ -44,6 +45,7 @@ def test_layouts_have_one_curve(tmp_path: Path):
 
 
 @pytest.mark.nightly
+@pytest.mark.usefixtures("warm_python")
 def test_under_deepspeed_and_over_a_stream(tmp_path: Path):
     samples, losses, _ = curve(tmp_path / "one", 1)
     found = curve(tmp_path / "zero1", 2, parallel={"strategy": "zero1"})

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers.processes import run
-from tests.launch.test_launchers import BIN
 from trainer.cli import main
 from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
@@ -24,17 +24,19 @@ def trained(folder: Path, *command: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_python")
 def test_the_sample_trains_alike_under_every_launcher(tmp_path: Path):
     def words(name: str, *others: str) -> list[str]:
         return ["experts_sample", "training.max_steps=3", f"checkpoint.folder={tmp_path / name}", *others]
 
-    program, torchrun = BIN / "trainer", [BIN / "torchrun", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    program = [sys.executable, "-m", "trainer"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trainer"]
     four = ("parallel.expert=4", "parallel.strategy=fsdp")
     found = [
-        trained(tmp_path / "one", program, "run", *words("one")),
-        trained(tmp_path / "two", program, "run", *words("two", "parallel.expert=2", "--processes", "2")),
-        trained(tmp_path / "four", program, "run", *words("four", *four, "--processes", "4")),
-        trained(tmp_path / "torchrun", *torchrun, "trainer", "run", *words("torchrun", "parallel.expert=2")),
+        trained(tmp_path / "one", *program, "run", *words("one")),
+        trained(tmp_path / "two", *program, "run", *words("two", "parallel.expert=2", "--processes", "2")),
+        trained(tmp_path / "four", *program, "run", *words("four", *four, "--processes", "4")),
+        trained(tmp_path / "torchrun", *torchrun, "run", *words("torchrun", "parallel.expert=2")),
     ]  # fmt: skip
     losses = [record["loss"] for record in found]
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-5)
@@ -45,7 +47,7 @@ def test_the_sample_trains_alike_under_every_launcher(tmp_path: Path):
         output = tmp_path / f"out{processes}.jsonl"
         inputs = ["--input", str(asked), "--output", str(output), "--processes", processes]
         done = run(
-            [program, "predict", str(tmp_path / "two"), *inputs], HOME=str(tmp_path), XDG_CACHE_HOME=str(tmp_path)
+            [*program, "predict", str(tmp_path / "two"), *inputs], HOME=str(tmp_path), XDG_CACHE_HOME=str(tmp_path)
         )
         assert done.returncode == 0, done.stderr
         answers.append([json.loads(line) for line in output.read_text().splitlines()])

@@ -24,6 +24,7 @@ def run(folder: Path, ranks: int, **parallel: Any) -> tuple[list[Any], list[floa
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_python")
 def test_layouts_have_one_curve(tmp_path: Path):
     jumps, losses = run(tmp_path / "one", 1)
     found = run(tmp_path / "fsdp", 2, strategy="fsdp")
@@ -33,6 +34,7 @@ def test_layouts_have_one_curve(tmp_path: Path):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("parallel", [{"strategy": "ddp"}, {"strategy": "zero1"}, {"strategy": "zero3"}, {"tensor": 2}])
+@pytest.mark.usefixtures("warm_python")
 def test_other_layouts(tmp_path: Path, parallel: dict[str, Any]):
     jumps, losses = run(tmp_path / "one", 1)
     found = run(tmp_path / "other", 2, **parallel)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -110,9 +111,23 @@ def test_the_ranks_of_a_launcher_do_all_stages_and_go_on_after_a_stop(tmp_path, 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_python")
 def test_torchrun_does_all_stages(tmp_path, tmp_path_factory):
     recipe = write_chain(tmp_path)
-    ended = processes.run(["torchrun", "--standalone", "--nproc-per-node", "2", "-m", "trainer", "run", recipe])
+    ended = processes.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            "-m",
+            "trainer",
+            "run",
+            recipe,
+        ]
+    )
     assert ended.returncode == 0, ended.stderr
     expected = losses(reference(tmp_path_factory))
     for name, values in losses(tmp_path / "run").items():

@@ -110,12 +110,14 @@ def test_a_recipe_without_a_result_is_refused(tmp_path: Path, sections: dict, pr
         pytest.param("ner_sample", marks=pytest.mark.nightly),
     ],
 )
+@pytest.mark.usefixtures("warm_python")
 def test_a_sample_is_reproduced(tmp_path: Path, name: str):
     ended = finish(warm.start(["reproduce", name, "--seeds", "1", "--output", tmp_path]), 1200)
     assert ended.returncode == 0, ended
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_python")
 def test_a_command_that_was_killed_goes_on_where_it_was(tmp_path: Path):
     recipe = write_tiny_run(
         tmp_path, training={"max_steps": 60}, checkpoint={"every": "5 steps"}, expects=EXPECTED,

@@ -495,6 +495,7 @@ def test_without_optuna_the_extra_is_named(request_of, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_python")
 def test_a_search_is_stopped_in_a_trial_and_goes_on(tmp_path):
     """Ctrl-C reaches the search alone; the trial saves, and the next start ends it and scores the best one."""
     recipe = write_tiny_run(tmp_path, training={"max_steps": 60}, evaluation={"every": "20 steps"})

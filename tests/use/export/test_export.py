@@ -111,6 +111,7 @@ class TestAsTheRun:
             export(tmp_path / "tuned" / "run", tmp_path / "again")
 
     @pytest.mark.slow
+    @pytest.mark.usefixtures("warm_python")
     def test_two_ranks_and_both_verbs_as_a_user_has_them(self, tmp_path):
         recipe = write_tiny_run(tmp_path, task=MASKED_LM, parallel={"strategy": "fsdp"})
         program = [sys.executable, "-m", "trainer"]
