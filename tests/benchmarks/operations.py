@@ -1,7 +1,8 @@
 """Operations and bytes of one optimizer step on a GPU, counted on fake tensors: ours and a plain loop of transformers.
 
 Counted are the operations below autograd that start work on a device, and collectives; views are not. Bytes are those
-that the operations read and write, without collectives. No GPU is needed. From the root of the repository:
+that the operations read and write, without collectives. Waits are those of the host for values of the device: copies
+to the host, and answers of operations such as `item`. No GPU is needed. From the root of the repository:
 
     python -m tests.benchmarks.operations                          # the table
     python -m tests.benchmarks.operations --top 30 --rows 0        # the operations of the first row, by name
@@ -48,7 +49,7 @@ from trainer.tools.plan.shape_batch import blank_batch
 from trainer.tools.plan.shapes import shape_of
 from trainer.tools.plan.simulated_rank import shapes_only, simulated_mesh
 from trainer.tools.plan.simulated_step import plan_step, planned_task
-from trainer.tools.plan.work import VIEW
+from trainer.tools.plan.work import HOST_WAIT, VIEW
 
 T5 = {"model_type": "t5", "d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12, "d_kv": 64}
 T5 |= {"vocab_size": 32128, "decoder_start_token_id": 0}
@@ -169,10 +170,11 @@ def _flat(length: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Count:
-    """The operations and their bytes, by name."""
+    """The operations and their bytes, by name, and the waits of the host."""
 
     number: Mapping[str, int]
     num_bytes: Mapping[str, int]
+    waits: int
 
     @classmethod
     def of(cls, totals: Totals) -> Count:
@@ -184,7 +186,7 @@ class Count:
                 num_bytes[kind.name] += amount.num_bytes
         for collective, traffic in totals.traffic.items():
             number[collective.operation] += traffic.calls
-        return cls(number, num_bytes)
+        return cls(number, num_bytes, sum(one.number for kind, one in totals.work.items() if kind.name == HOST_WAIT))
 
 
 def ours(case: Case) -> Count:
@@ -290,7 +292,7 @@ def side_by_side(first: Count, second: Count, most: int) -> Iterator[str]:
 
 
 def figures(first: Count, second: Count) -> dict[str, float]:
-    """Return the figures of a row: operations and gigabytes of both, and their ratios."""
+    """Return the figures of a row: operations, gigabytes and waits of both, and ratios of the first two."""
     (ours_number, plain_number), (ours_bytes, plain_bytes) = (
         (sum(getattr(first, key).values()), sum(getattr(second, key).values())) for key in ("number", "num_bytes")
     )
@@ -301,6 +303,8 @@ def figures(first: Count, second: Count) -> dict[str, float]:
         "plain_gigabytes": round(plain_bytes / 1e9, 1),
         "operations_ratio": round(ours_number / plain_number, 3),
         "bytes_ratio": round(ours_bytes / plain_bytes, 3),
+        "waits": first.waits,
+        "plain_waits": second.waits,
     }
 
 

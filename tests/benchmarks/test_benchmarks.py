@@ -29,7 +29,7 @@ from tests.benchmarks.throughput import FURTHER, regressions
 from tests.helpers import processes, warm
 from tests.helpers.memory import needs_peak
 from trainer.tools.plan.ledger import Totals
-from trainer.tools.plan.work import VIEW, Amount, Kind
+from trainer.tools.plan.work import HOST_WAIT, VIEW, Amount, Kind
 
 NUMBER = r"-?\d+\.\d+"
 
@@ -433,6 +433,7 @@ def test_a_step_has_no_more_operations_than_stored(case):
     found = ours(case)
     assert sum(found.number.values()) <= stored["operations"]
     assert sum(found.num_bytes.values()) / 1e9 <= stored["gigabytes"] + 0.05
+    assert found.waits <= stored.get("waits", 0)
 
 
 @pytest.mark.nightly
@@ -476,5 +477,6 @@ def test_operations_are_summed_over_phases_without_views():
     totals.work[Kind("forward", "other", "add", None, 0, 0)] = Amount(2, 0, 30)
     totals.work[Kind("backward", "other", "add", None, 0, 0)] = Amount(1, 0, 12)
     totals.work[Kind("forward", VIEW, "", None, 0, 0)] = Amount(5, 0, 0)
+    totals.work[Kind("forward", VIEW, HOST_WAIT, None, 0, 0)] = Amount(4, 0, 0)
     count = Count.of(totals)
-    assert (count.number, count.num_bytes) == ({"add": 3}, {"add": 42})
+    assert (count.number, count.num_bytes, count.waits) == ({"add": 3}, {"add": 42}, 4)

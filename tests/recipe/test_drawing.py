@@ -91,6 +91,8 @@ STAGES = [StageContents(("layer.0", "layer.1"), 2**18), StageContents(("layer.2"
         (["strategy=ddp"], ["1.0 MiB a rank", "4.0 MiB a rank"]),
         (["strategy=fsdp"], ["0.5 MiB a rank", "2.0 MiB a rank"]),
         (["strategy=ddp", "tensor=2"], ["1.0 MiB before tensor sharding", "4.0 MiB before tensor sharding"]),
+        (["strategy=fsdp", "expert=2"], ["0.5 MiB a rank", "2.0 MiB a rank"]),
+        (["strategy=ddp", "expert=2"], ["1.0 MiB before experts are divided", "4.0 MiB before experts are divided"]),
     ],
 )
 def test_stages_show_the_bytes_of_a_rank(keys: list[str], sizes: list[str]):

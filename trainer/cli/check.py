@@ -218,12 +218,14 @@ def stage_lines(plan: RunPlan, stages: Sequence[StageContents] | None) -> list[s
     if stages is None:
         return ["layers are balanced over the stages when the model is loaded"]
     layout, cuts = plan.layout, plan.strategy.cuts_parameters
-    shards = layout.dp_shard if cuts else 1
+    # Expert ranks are data ranks: FSDP shards experts and all other parameters over as many.
+    shards = layout.dp_shard * layout.ep if cuts else 1
+    scope = "a rank"
     if layout.tp > 1:
         scope = "before tensor and data-parallel sharding" if shards > 1 else "before tensor sharding"
         shards = 1
-    else:
-        scope = "a rank"
+    if layout.ep > 1 and not cuts:
+        scope = "before experts are divided" if layout.tp == 1 else f"{scope}, and before experts are divided"
     rows = [
         (
             f"stage {number}",

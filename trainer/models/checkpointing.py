@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import partial, wraps
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
@@ -27,6 +28,7 @@ from trainer.parallel import varlen  # noqa: F401  # registers its operation
 from trainer.parallel.dropout import DropoutKeys
 from trainer.parallel.launching import KEPT
 
+Result = TypeVar("Result")
 CheckpointingName = Literal["none", "selective", "full"]
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -49,20 +51,35 @@ def _keep_products(context: SelectiveCheckpointContext, op: Any, *args: Any, **k
     return CheckpointPolicy.MUST_SAVE if op in _KEPT or op in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class _Again:
-    """The captured dropout key of a forward pass, with another context inside it.
+_Results = list[Any] | Iterator[Any]
+_RESULTS: ContextVar[_Results | None] = ContextVar("kept_results", default=None)
+"""The list for results of a forward pass, or those for its recomputation; None: neither is under way."""
+
+
+def kept_result(compute: Callable[[], Result]) -> Result:
+    """Return the result of `compute`; a recomputation gets that of its forward pass, which has the same calls."""
+    results = _RESULTS.get()
+    if isinstance(results, Iterator):
+        return cast(Result, next(results))
+    result = compute()
+    if results is not None:
+        results.append(result)
+    return result
+
+
+class _Pass:
+    """The contexts of a forward pass or of its recomputation, with the results that this gets from that.
 
     It may be entered several times, because a schedule with a split backward pass recomputes for both halves.
     """
 
-    def __init__(self, moment: Callable[[], AbstractContextManager[None]], inner: AbstractContextManager[Any]) -> None:
-        self._moment = moment
-        self._inner = inner
-        self._stack = ExitStack()
+    def __init__(self, results: Callable[[], _Results], *contexts: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._results, self._contexts, self._stack = results, contexts, ExitStack()
 
     def __enter__(self) -> None:
-        self._stack.enter_context(self._moment())
-        self._stack.enter_context(self._inner)
+        self._stack.callback(_RESULTS.reset, _RESULTS.set(self._results()))
+        for context in self._contexts:
+            self._stack.enter_context(context())
 
     def __exit__(self, *error: Any) -> bool | None:
         return self._stack.__exit__(*error)
@@ -75,8 +92,10 @@ def _contexts(selective: bool, keys: DropoutKeys | None) -> _Contexts:
         if selective
         else (nullcontext(), nullcontext())
     )
+    results: list[Any] = []
     # `capture` now, in the forward pass: at the recomputation another microbatch's key is current.
-    return forward, _Again(keys.capture(), again) if keys else again
+    captured = [keys.capture()] if keys else []
+    return _Pass(lambda: results, lambda: forward), _Pass(lambda: iter(results), *captured, lambda: again)
 
 
 def checkpoint_layers(layers: Iterable[nn.Module], how: CheckpointingName, keys: DropoutKeys | None) -> int:

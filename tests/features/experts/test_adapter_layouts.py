@@ -135,14 +135,17 @@ def in_precision(precision: str, keys: dict[str, Any]) -> Curve:
     return train_tiny(recipe_of("mixtral", False, {**keys, "precision": precision}), num_rows=FEW_ROWS)
 
 
+IN_16_BITS = [("bf16", "expert"), ("fp16", "fsdp-accumulated")]
+"""The quick cases of low precision."""
+
+
 @pytest.mark.parametrize(
     ("precision", "layout"),
     [
-        *(pytest.param(one, "fsdp-accumulated", marks=pytest.mark.slow) for one in ("bf16", "fp16")),
         *(
-            pytest.param(one, layout, marks=pytest.mark.nightly)
+            pytest.param(one, layout, marks=pytest.mark.slow if (one, layout) in IN_16_BITS else pytest.mark.nightly)
             for one in ("bf16", "fp16")
-            for layout in ("expert", "fsdp-expert-accumulated", "hsdp-expert")
+            for layout in ("fsdp-accumulated", "expert", "fsdp-expert-accumulated", "hsdp-expert")
         ),
     ],
 )

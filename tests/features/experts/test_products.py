@@ -10,6 +10,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from tests.features.experts.tiny_experts import build_experts
 from tests.helpers.families import EXPERTS, VOCABULARY
+from trainer.features.experts.counts import RowCounts
 from trainer.features.experts.products import EXPERT_PRODUCTS, expert_products
 
 
@@ -48,7 +49,7 @@ def test_gradients_of_weights_in_fp16_are_sums_in_fp32():
     experts = experts_of(build_experts("gpt_oss"))
     rows = torch.full((4096, 32), 8.0)
     with torch.autocast("cpu", torch.float16):
-        output = expert_products(experts, rows, torch.tensor([4096, 0, 0, 0]))
+        output = expert_products(experts, rows, RowCounts(torch.tensor([4096, 0, 0, 0]), 4096, is_grouped=False))
     output.backward(torch.full_like(output, 64.0))
     assert all(parameter.grad.isfinite().all() for parameter in experts.parameters())
     assert experts.down_proj_bias.grad[0].max() == 4096 * 64.0 > torch.finfo(torch.float16).max

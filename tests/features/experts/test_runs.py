@@ -71,5 +71,6 @@ def test_a_plan_names_the_axes_of_the_exchange_and_of_the_shards(capfd: pytest.C
     assert main(["plan", "experts_sample", *keys, "--gpus", "8xh100"]) == 0
     shown = capfd.readouterr().out
     assert "alltoall_base over ep" in shown
+    assert "a rank holds at most 1/2 of the experts\n" in shown
     assert "reduce_scatter_base over dp_shard:" in shown
     assert "reduce_scatter_base over dp_shard_ep:" in shown

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from trainer.base.errors import Problems, UsageError
 from trainer.features.experts.adapters_section import ExpertAdapterKeys
+from trainer.features.experts.counts import RowCounts
 from trainer.features.experts.products import rows_times, use_products
 from trainer.models.adapters import PartsAdder
 from trainer.models.merged_weights import is_fused
@@ -31,18 +32,14 @@ _ALIGNED = 8  # see `rows_times`
 class ExpertFactors(Factors):
     """The products `scaling * B_e A_e x` of the rows `x` of each expert `e`."""
 
-    def forward(self, rows: Tensor, counts: Tensor, sizes: list[int] | None) -> Tensor:
-        """Return the products `[n, out]` of rows `[n, in]` that are sorted by expert.
-
-        Args:
-            counts, sizes: see `rows_times`.
-        """
+    def forward(self, rows: Tensor, counts: RowCounts) -> Tensor:
+        """Return the products `[n, out]` of rows `[n, in]` that are sorted by expert."""
         first: Tensor = self.A
         second: Tensor = self.B
-        if sizes is None and (lacking := -self.rank % _ALIGNED):
+        if counts.is_grouped and (lacking := -self.rank % _ALIGNED):
             # Rows of zeros change no product.
             first, second = F.pad(first, (0, 0, 0, lacking)), F.pad(second, (0, lacking))
-        return rows_times(rows_times(rows, first, counts, sizes), second, counts, sizes) * self.scaling
+        return rows_times(rows_times(rows, first, counts), second, counts) * self.scaling
 
 
 def _matrices(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -97,7 +97,7 @@ class Load:
 
 @torch.no_grad()
 def correct_(bias: Tensor, counts: Tensor, rate: Tensor) -> None:
-    """Add `rate` to the biases of experts with fewer tokens than the mean, and subtract it from the others.
+    """Add `rate` to the biases of experts with fewer tokens than the mean, and subtract it where there are more.
 
     Source: Wang et al. 2024 (arXiv:2408.15664), algorithm 1.
 

@@ -21,9 +21,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses import FakeTensor
 from torch.autograd.function import once_differentiable
 
+from trainer.features.experts.counts import read_counts
 from trainer.parallel.groups import group_size
 
 
@@ -42,18 +42,10 @@ def exchanged_counts(
     sent = counts.view(group_size(group), -1)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
-    if isinstance(counts, FakeTensor):
-        shares = equal_shares(num_rows, len(counts))
-        of_ranks = [shares[start : start + sent.shape[1]] for start in range(0, len(shares), sent.shape[1])]
-        return received, of_ranks, of_ranks
-    to_send, to_receive = torch.stack([sent, received]).tolist()
+    # In a plan, each rank receives as many rows as it sends.
+    numbers = read_counts(torch.stack([counts, received.flatten()]), num_rows)
+    to_send, to_receive = ([row[i : i + sent.shape[1]] for i in range(0, len(row), sent.shape[1])] for row in numbers)
     return received, to_send, to_receive
-
-
-def equal_shares(num_rows: int, count: int) -> list[int]:
-    """Return the rows of each of `count` experts in a plan, which knows no values."""
-    share, rest = divmod(num_rows, count)
-    return [share + (number < rest) for number in range(count)]
 
 
 def nothing() -> None:

@@ -9,18 +9,20 @@ The sum over k is in the order of the router's choices, so it depends on no othe
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses import FakeTensor
 from torch.autograd.function import once_differentiable
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from trainer.features.experts.exchange import equal_shares, exchanged_counts, nothing, to_rank
+from trainer.features.experts.counts import RowCounts
+from trainer.features.experts.exchange import exchanged_counts, nothing, to_rank
 from trainer.features.experts.quantized import rows_times_stored
+from trainer.models.checkpointing import kept_result
 from trainer.parallel.device_traits import traits_of
 from trainer.parallel.dtypes import NARROW, at_least_fp32, product_in_fp32
 from trainer.parallel.stored_in_parts import StoredInParts
@@ -49,19 +51,24 @@ def experts_forward(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor
     # Rounded before they travel, as the products would round them.
     rows = hidden[order // index.shape[-1]].to(product_dtype(hidden))
     group = getattr(experts, EXPERT_GROUP, None)
-    rows = expert_products(experts, rows, counts) if group is None else _divided_products(experts, rows, counts, group)
+    if group is None:
+        rows = expert_products(experts, rows, RowCounts(counts, len(rows), _is_grouped(experts, rows)))
+    else:
+        rows = _divided_products(experts, rows, counts, group)
     return weighted_sum(rows, order, weights, hidden.dtype)
 
 
 def _divided_products(experts: Any, rows: Tensor, counts: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the outputs of all experts for the rows of this rank, which travel to the ranks with their experts."""
-    of_ranks, sent, received = exchanged_counts(counts, len(rows), group)
+    of_ranks, sent, received = kept_result(partial(exchanged_counts, counts, len(rows), group))
     sizes = [sum(row) for row in sent], [sum(row) for row in received]
     rows = to_rank(rows, *sizes, group, getattr(experts, BESIDE, nothing))
     # They come by rank, then by expert; equal experts of all ranks are joined.
     owner = torch.arange(of_ranks.shape[1], device=rows.device).repeat(len(of_ranks))
     order = owner.repeat_interleave(of_ranks.flatten(), output_size=len(rows)).argsort(stable=True)
-    outputs = expert_products(experts, rows[order], of_ranks.sum(0))
+    on_host = [sum(numbers) for numbers in zip(*received, strict=True)]
+    joined = RowCounts(of_ranks.sum(0), len(rows), _is_grouped(experts, rows), on_host)
+    outputs = expert_products(experts, rows[order], joined)
     return to_rank(outputs[inverse(order)], sizes[1], sizes[0], group)
 
 
@@ -97,75 +104,55 @@ def product_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def expert_products(experts: Any, rows: Tensor, counts: Tensor) -> Tensor:
+def expert_products(experts: Any, rows: Tensor, counts: RowCounts) -> Tensor:
     """Return the outputs of experts for rows that are sorted by expert, `[n, H]`, without the router's weights.
 
     Args:
-        experts: the module with the matrices of `len(counts)` experts.
-        rows: the rows `[n, H]`: `counts[0]` for the first expert, then those of the next ones.
-        counts: the rows of each expert, int64.
+        experts: the module with the matrices.
+        rows: the rows `[n, H]`: those for the first expert, then those of the next ones.
+        counts: the number of rows of each expert.
     """
-    sizes = sizes_of(counts, len(rows), _is_grouped(experts, rows))
-    hidden = expert_linear(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows, counts, sizes)
+    hidden = expert_linear(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows, counts)
     hidden = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
-    hidden = expert_linear(experts, "down_proj", hidden, counts, sizes)
+    hidden = expert_linear(experts, "down_proj", hidden, counts)
     return cast(Tensor, experts.post_expert_norm(hidden)) if experts.has_post_expert_norm else hidden
 
 
-def expert_linear(experts: Any, name: str, rows: Tensor, counts: Tensor, sizes: list[int] | None) -> Tensor:
-    """Return the rows, multiplied by the matrix `name` of their expert, with its bias `[n, out]`.
-
-    Args:
-        sizes: see `sizes_of`.
-    """
+def expert_linear(experts: Any, name: str, rows: Tensor, counts: RowCounts) -> Tensor:
+    """Return the rows, multiplied by the matrix `name` of their expert, with its bias `[n, out]`."""
     weight = getattr(experts, name)
     bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
-    dtype = product_dtype(rows)
-    rows = rows.to(dtype)
+    rows = rows.to(product_dtype(rows))
     if isinstance(weight, StoredInParts):
-        on_host = sizes_of(counts, len(rows), is_grouped=False) or [] if sizes is None else sizes
-        outputs = rows_times_stored(rows, weight, on_host, experts.is_transposed)
+        outputs = rows_times_stored(rows, weight, counts.on_host, experts.is_transposed)
     else:
-        outputs = rows_times(rows, weight, counts, sizes, experts.is_transposed)
+        outputs = rows_times(rows, weight, counts, experts.is_transposed)
     products = getattr(experts, ATTRIBUTE, {})
     if name in products:
-        outputs = outputs + products[name](rows, counts, sizes)
-    return outputs if bias is None else _with_bias(outputs, bias, counts, sizes)
+        outputs = outputs + products[name](rows, counts)
+    return outputs if bias is None else _with_bias(outputs, bias, counts)
 
 
-def rows_times(
-    rows: Tensor, weight: Tensor, counts: Tensor, sizes: list[int] | None, transposed: bool = False
-) -> Tensor:
+def rows_times(rows: Tensor, weight: Tensor, counts: RowCounts, transposed: bool = False) -> Tensor:
     """Return rows in the type of products, multiplied by the matrix of their expert, `[n, out]`.
 
     Args:
         weight: the matrices `[experts, out, in]`, or `[experts, in, out]` if `transposed`; the grouped kernel needs
             multiples of 8.
-        counts: the rows of each expert, int64.
-        sizes: see `sizes_of`.
+        counts: the number of rows of each expert.
     """
-    if sizes is None:
+    if counts.is_grouped:
         matrix = weight.to(rows.dtype)
-        ends = counts.cumsum(0).to(torch.int32)
+        ends = counts.on_device.cumsum(0).to(torch.int32)
         return F.grouped_mm(rows, matrix if transposed else matrix.transpose(1, 2), offs=ends)
-    return cast(Tensor, _EachExpert.apply(rows, weight, sizes, transposed))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _EachExpert.apply(rows, weight, counts.on_host, transposed))  # type: ignore[no-untyped-call]
 
 
-def _with_bias(rows: Tensor, bias: Tensor, counts: Tensor, sizes: list[int] | None) -> Tensor:
-    if sizes is None:
-        places = torch.repeat_interleave(counts, output_size=len(rows))
+def _with_bias(rows: Tensor, bias: Tensor, counts: RowCounts) -> Tensor:
+    if counts.is_grouped:
+        places = torch.repeat_interleave(counts.on_device, output_size=len(rows))
         return rows + bias[places].to(rows.dtype)
-    return cast(Tensor, _EachBias.apply(rows, bias, sizes))  # type: ignore[no-untyped-call]
-
-
-def sizes_of(counts: Tensor, num_rows: int, is_grouped: bool) -> list[int] | None:
-    """Return the rows of each expert on the host; None: a grouped kernel reads them on the device, without a wait."""
-    if is_grouped:
-        return None
-    if isinstance(counts, FakeTensor) or counts.is_meta:  # without values, each expert gets the same share
-        return equal_shares(num_rows, len(counts))
-    sizes: list[int] = counts.tolist()
-    return sizes
+    return cast(Tensor, _EachBias.apply(rows, bias, counts.on_host))  # type: ignore[no-untyped-call]
 
 
 def _is_grouped(experts: Any, rows: Tensor) -> bool:

@@ -29,9 +29,11 @@ from torch.utils._pytree import tree_leaves
 from trainer.tools.plan.work import (
     BACKWARD,
     FORWARD,
+    HOST_WAIT,
     NOTHING,
     OPTIMIZER_STEP,
     RECOMPUTED,
+    VIEW,
     Amount,
     Kind,
     plus,
@@ -176,8 +178,14 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._hooks.callback(register_module_forward_pre_hook(self._enter_module).remove)
         # Recomputation leaves modules by an exception once it has all that the backward pass needs.
         self._hooks.callback(register_module_forward_hook(self._leave_module, always_call=True).remove)
-        self._resize = torch.UntypedStorage.resize_
+        self._resize, self._cpu = torch.UntypedStorage.resize_, Tensor.cpu
         ledger = self
+
+        # In a plan, all tensors are on one device, so a copy to the host is no operation.
+        def to_host(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            ledger._note_wait()
+            with torch._C.DisableTorchFunction():  # a mode for functions would look this one up again
+                return ledger._cpu(tensor, *args, **kwargs)
 
         # `resize_` is a method of storages, below the dispatcher, so the mode does not see it.
         def resize(storage: torch.UntypedStorage, size: int) -> Any:  # FSDP frees gathered layers like this
@@ -186,12 +194,14 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return result
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        Tensor.cpu = to_host  # type: ignore[method-assign, assignment]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *reason: Any) -> None:
         super().__exit__(*reason)  # type: ignore[no-untyped-call]
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        Tensor.cpu = self._cpu  # type: ignore[method-assign]
         self._hooks.close()
 
     @property
@@ -330,6 +340,9 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # it comes back with the tensors that it wraps
         if self._answers and function in _ANSWERS:
+            # Outside of passes and updates, an engine reads its batch, which is on the host, and results.
+            if self._inside or self._phase() != FORWARD:
+                self._note_wait()
             return _ANSWERS[function](*args)
         self._follow_pass()
         result = function(*args, **kwargs)
@@ -344,9 +357,15 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._count_collective(function, args, inputs)
         elif function.namespace != "profiler":  # marks for profilers; the first optimizer of a class adds more of them
             kind, amount = work_of(self._phase(), function, args, kwargs, inputs, outputs, result)
-            self.totals.work[kind] = plus(self.totals.work.get(kind, NOTHING), amount)
+            self._add_work(kind, amount)
             self._count_behind(kind, amount)
         return result
+
+    def _note_wait(self) -> None:
+        self._add_work(Kind(self._phase(), VIEW, HOST_WAIT, None, 0, 0), Amount(1, 0, 0))
+
+    def _add_work(self, kind: Kind, amount: Amount) -> None:
+        self.totals.work[kind] = plus(self.totals.work.get(kind, NOTHING), amount)
 
     def _follow_copies(self, function: Any, args: Any, inputs: list[Tensor]) -> None:
         """Count the gradients of a group of FSDP with one rank, which copies them in place of a reduce-scatter."""

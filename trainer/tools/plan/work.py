@@ -21,6 +21,8 @@ MATMUL, ATTENTION, SPECIAL, REDUCTION, INTEGER, OTHER, VIEW = (
     "matrix products", "attention", "special functions", "reductions", "integers", "other", "views",
 )  # fmt: skip
 
+HOST_WAIT = "host wait"
+"""The name of a view that stands for a wait of the host for values of the device."""
 
 _FLASH = "_scaled_dot_product_flash_attention"
 _LIKE = {f"{_FLASH}_for_cpu": _FLASH, f"{_FLASH}_for_cpu_backward": f"{_FLASH}_backward"}
@@ -64,7 +66,7 @@ class Kind(NamedTuple):
     # `MATMUL`, `ATTENTION`, `SPECIAL` for exponentials, `REDUCTION` for sums and norms, `INTEGER` for those of 64 bits,
     # `OTHER`, or `VIEW` for operations without work on the device
     operation: str
-    name: str  # the name of torch's operation; empty for views
+    name: str  # the name of torch's operation; of views, empty or `HOST_WAIT`
     dtype: torch.dtype | None  # the type of the operands
     flops_size: int  # the bits of the floating-point operations of one operation
     bytes_size: int  # the bits of the bytes that one operation reads and writes
