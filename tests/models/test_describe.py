@@ -101,6 +101,10 @@ class TestFromConfig:
                 {"hidden_size": 30},
                 r"`model.config` does not describe an AutoModel.*multiple of the number of attention",
             ),
+            (
+                {"model_type": "modernbert", "vocab_size": 300},
+                r"`model.config.pad_token_id` must be below `vocab_size` 300, but is 50,283; write the id",
+            ),
             ({"num_labels": 5}, r"`model.config.num_labels` is set by `task`; remove it"),
             ({"problem_type": "regression"}, r"`model.config.problem_type` is set by `task`"),
             (

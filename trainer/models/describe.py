@@ -19,7 +19,7 @@ from trainer.base.errors import TrainerError, UsageError
 from trainer.base.extensions import registered
 from trainer.models.added import add_module
 from trainer.models.attention import KEYED_ATTENTION, OWN_ATTENTION
-from trainer.models.configuration import load_config, require_head
+from trainer.models.configuration import load_config, require_head, vocabulary_size
 from trainer.models.dropout import key_dropout
 from trainer.models.families.table import FAMILIES
 from trainer.models.freezing import adapt
@@ -217,7 +217,13 @@ class ModelDescription:
     def not_described(self, error: Exception) -> TrainerError:
         """Return the error for the user, for an error of a model that cannot be built."""
         if self.recipe.is_random:
-            name = self.use.auto_class_name
+            name, size = self.use.auto_class_name, vocabulary_size(self.config)
+            padding = getattr(self.config, "pad_token_id", None)
+            if size is not None and padding is not None and padding >= size:
+                return UsageError(
+                    f"`model.config.pad_token_id` must be below `vocab_size` {size:,}, but is {padding:,}; write the id"
+                    " of your tokenizer's padding, such as 0"
+                )
             return UsageError(f"`model.config` does not describe an {name}: {one_line(error)}")
         return not_found("model.name_or_path", str(self.recipe.name_or_path), error)
 
