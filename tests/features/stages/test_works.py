@@ -9,6 +9,7 @@ import pytest
 
 from tests.features.stages.test_chain import finished, in_ranks, write_chain
 from tests.features.stages.test_parsing import problems_of
+from trainer.cli import main
 from trainer.recipe.reading.loading import load_recipe
 
 STAGES = [
@@ -96,6 +97,16 @@ def test_a_tokenizer_needs_a_size(tmp_path):
     )
     found = problems_of(recipe, "stages.tokens.tokenizer.size=99", "stage=ids")
     assert found == ["`stages`: ids is no training, and this command takes one; choose a training"]
+
+
+def test_a_folder_with_other_runs_is_refused(tmp_path, capsys):
+    recipe = write_works(tmp_path)
+    finish_works(tmp_path / "run")
+    assert main(["run", recipe, "stages.ids.name=other"]) == 2
+    assert "where 02-ids is a stage that the recipe does not list" in capsys.readouterr().err
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    assert main(["run", recipe]) == 2
+    assert "which holds a run of a recipe without `stages`" in capsys.readouterr().err
 
 
 @pytest.mark.slow

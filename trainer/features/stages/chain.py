@@ -18,6 +18,7 @@ from trainer.features.stages.stage import Stage, StageTrees
 from trainer.features.stages.work import do_work
 from trainer.launch.local import plan_start, run_or_join
 from trainer.launch.rank_job import set_threads
+from trainer.observe.metrics_file import METRICS_FILE_NAME
 from trainer.ranks.environment import LaunchEnvironment, detect
 from trainer.ranks.stopping import StopRequest, stop_before_training
 from trainer.recipe.plan import plan_run
@@ -72,7 +73,8 @@ class StageChain:
         """Do the stages that are not done, and return the exit code of the last one that ran.
 
         Raises:
-            UsageError: a stage that is done has changed, or began from another run than that of its parent.
+            UsageError: a stage that is done has changed, or began from another run than that of its parent; the folder
+                holds other runs.
             TrainerError: as `run_or_join`.
         """
         with stop_before_training():
@@ -154,6 +156,7 @@ class StageChain:
         Raises:
             UsageError: see `run`.
         """
+        self._require_own_folder()
         pending: list[Stage] = []
         for stage in self._chosen:
             written, began = evidence.read(stage.folder), _starts(stage, pending)
@@ -180,6 +183,21 @@ class StageChain:
                     f" {changed}; restore the values, or remove {stage.folder} and the folders of the stages after it"
                 )
         return pending
+
+    def _require_own_folder(self) -> None:
+        """Refuse a folder with another run, or with stages that the recipe does not list."""
+        folder = Path(self._whole.recipe.checkpoint.folder)
+        if (folder / METRICS_FILE_NAME).exists():
+            raise UsageError(
+                f"`checkpoint.folder` is {folder}, which holds a run of a recipe without `stages`; name another folder"
+            )
+        own = [stage.folder for stage in self._listed]
+        for found in sorted(folder.glob(f"[0-9]*-*/{evidence.STAGE_FILE}")):
+            if found.parent not in own:
+                raise UsageError(
+                    f"`checkpoint.folder` is {folder}, where {found.parent.name} is a stage that the recipe does not"
+                    " list; restore its name and its place, remove its folder, or name another `checkpoint.folder`"
+                )
 
     def _begin(self, stage: Stage) -> None:
         """Show that a stage begins, and write the run that it begins from."""
