@@ -85,8 +85,8 @@ def losses_of_loops(name: str) -> list[list[float]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["compiled", pytest.param("sparse", marks=pytest.mark.nightly)])
-@pytest.mark.slow
+@pytest.mark.parametrize("name", ["compiled", "sparse"])
+@pytest.mark.nightly
 def test_a_compiled_loop_learns_the_same(name: str, ranks: RankPools):
     plain, compiled = ranks(1).run(losses_of_loops, name)[0]
     assert len(compiled) == STEPS

@@ -50,17 +50,7 @@ SLOW = {
     "tests/tools/audit/test_run_audit.py::test_flipped_entities_of_the_sample": (
         "trains on thousands of rows, and fits five models of n-grams"
     ),
-    "tests/tools/audit/test_run_audit.py::test_a_killed_run_that_resumes_has_the_scores_of_a_whole_one": (
-        "programs of their own, one of them with two ranks"
-    ),
-    "tests/tools/compare/test_outcomes.py::test_each_run_has_the_metric_of_a_run_of_its_own": (
-        "eight trainings, most of them in processes of their own"
-    ),
-    "tests/tools/suite/test_suite.py::test_recipes_train_over_one_model": (
-        "eight trainings, most of them in processes of their own"
-    ),
     "tests/training/test_compiled.py::test_a_compiled_run": "each layer is traced and compiled",
-    "tests/test_python_page.py::test_the_journey": "nine commands, most of them programs of their own",
     "tests/test_readme.py::test_a_page_can_be_followed": "each training of a page, one after the other",
 }
 """Tests, without parameters, that take more than 30 s on the reference, and why."""

@@ -58,7 +58,7 @@ def shape(words: list[str]) -> int:
         pytest.param("widths", 1, ["compile=true", "training.max_steps=24"], "compilation", marks=NIGHTLY),
         pytest.param("rank of zero", 2, ["parallel.strategy=zero2"], "waiting", marks=NIGHTLY),
         pytest.param("rank", 2, ["parallel.tensor=2"], "waiting", marks=NIGHTLY),
-        pytest.param("rank", 2, ["parallel.pipeline.stages=2"], "waiting", marks=SLOW),
+        pytest.param("rank", 2, ["parallel.pipeline.stages=2"], "waiting", marks=NIGHTLY),
     ],
     ids=[
         "slow disk",

@@ -79,8 +79,7 @@ def one_step(weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, st
     weight.add_(torch.tensor(-(rate / (1 - beta_1**step))) * first / (root + torch.tensor(group["eps"])))
 
 
-@pytest.mark.parametrize("betas", [[0.9, 0.999], [0.3, 0.5]])
-@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize(("betas", "rounded"), [([0.9, 0.999], False), ([0.3, 0.5], True)])
 def test_every_bit_is_that_of_the_formula(betas: list[float], rounded: bool):
     torch.manual_seed(0)
     weights = [torch.randn(size) for size in SIZES]
@@ -355,7 +354,7 @@ ROUNDED_GRADIENTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "name", further(ROUNDED_GRADIENTS, "recomputed", "sent in bf16", "sent in fp16", "lora", "fp16")
+    "name", further(ROUNDED_GRADIENTS, "recomputed", "graphs", "sent in bf16", "sent in fp16", "lora", "fp16")
 )
 def test_gradients_in_16_bits_change_no_bit(name: str):
     types, others = in_both_ways({"precision": "bf16", "training": {"max_grad_norm": 0.01}, **ROUNDED_GRADIENTS[name]})

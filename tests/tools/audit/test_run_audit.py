@@ -118,8 +118,8 @@ def real(name: str) -> list[dict[str, Any]]:
     return read(name)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "least"), [("trec", LEAST), pytest.param("sst2", 0.38, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "least"), [("trec", LEAST), ("sst2", 0.38)])
 def test_flipped_labels_of_real_sentences(tmp_path: Path, name: str, least: float):
     """Few flips of SST-2 are found without a pretrained model: its n-grams decide 79 % of the rows."""
     rows = real(name)
@@ -135,7 +135,7 @@ def test_flipped_labels_of_the_sample(tmp_path: Path):
     assert found_share(trained(tmp_path, "bert_sample", rows, "training.epochs=1"), flipped) >= 0.58
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_flipped_labels_of_similar_sentences(tmp_path: Path):
     rows = similar_pairs(random.Random(11))
     flipped = flip(rows)

@@ -92,7 +92,7 @@ def test_three_ranks(launcher: str, recipe: Path):
 @pytest.mark.parametrize(
     "command",
     [
-        [BIN / "torchrun", "--nproc-per-node", "2", "--no-python"],
+        ["torch.distributed.run", "--nproc-per-node", "2", "-m"],
         pytest.param(
             [BIN / "accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--no_python"],
             marks=pytest.mark.nightly,
@@ -103,9 +103,13 @@ def test_three_ranks(launcher: str, recipe: Path):
     ],
     ids=["torchrun", "accelerate", "accelerate --cpu"],
 )
+@pytest.mark.usefixtures("warm_python")
 def test_launchers(command: list[str | Path], recipe: Path):
-    port = ["--master-port" if "torchrun" in str(command[0]) else "--main_process_port", free_port()]
-    started = [*command[:-1], *port, command[-1], BIN / "trainer", *words(recipe, "fsdp", "--against-first", "--json")]
+    by_torchrun = command[0] == "torch.distributed.run"
+    start = [sys.executable, "-m"] if by_torchrun else []
+    port = ["--master-port" if by_torchrun else "--main_process_port", free_port()]
+    program = "trainer" if by_torchrun else BIN / "trainer"
+    started = [*start, *command[:-1], *port, command[-1], program, *words(recipe, "fsdp", "--against-first", "--json")]
     ended = processes.run(started)
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout)["equal"]

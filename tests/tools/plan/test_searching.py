@@ -56,7 +56,7 @@ def answer(capsys: pytest.CaptureFixture[str], *words: Any) -> dict[str, Any]:
 def test_the_fastest_layouts_are_planned_and_written(recipe: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path):
     file = tmp_path / "chosen" / "fast.json"
     file.parent.mkdir()
-    words = [recipe, "--gpus", "2xA100-40", "precision=bf16"]
+    words = [recipe, "--gpus", "2xA100-40", "precision=bf16", "activation_checkpointing=none"]
     found = answer(capsys, *words, "--search", "--write", file)
     seconds = [choice["time"]["seconds"]["likely"] for choice in found["choices"]]
     assert seconds == sorted(seconds)
@@ -104,9 +104,10 @@ def test_ranks_share_long_rows_where_nothing_else_fits(recipe: Path):
     small = replace(devices, memory_bytes=(alone + shared) // 2)
     (choice,) = LayoutSearch(str(recipe), words, small).fastest().choices
     assert choice.overrides[:2] == ("activation_checkpointing=full", "parallel.context=2")
-    assert LayoutSearch(str(recipe), words, devices).fastest().choices[0].made.plan.layout.cp == 1
-    assert not LayoutSearch(str(recipe), [*words, "parallel.context=1"], small).fastest().choices
-    short = LayoutSearch(str(recipe), words, small, length=2048).fastest().choices
+    whole = [*words, "activation_checkpointing=none"]
+    assert LayoutSearch(str(recipe), whole, devices).fastest().choices[0].made.plan.layout.cp == 1
+    assert not LayoutSearch(str(recipe), [*words, *one_row, "parallel.context=1"], small).fastest().choices
+    short = LayoutSearch(str(recipe), [*words, *one_row], small, length=2048).fastest().choices
     assert {one.made.plan.layout.cp for one in short} == {1}
 
 
