@@ -227,7 +227,7 @@ class _Advisor:
         if rank >= _UNEVEN:
             self.notes.append(
                 f"the experts of one rank get {rank:.1f} times the mean of the tokens of a layer, and the other ranks"
-                " wait; a larger `task.router_loss` balances them"
+                " wait; balance them by `task.router_loss`, such as 0.01, or by a larger one"
             )
 
     def _loaded(self, word: str) -> ResolvedRecipe | None:

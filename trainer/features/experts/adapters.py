@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trainer.base.errors import Problems, UsageError
 from trainer.features.experts.adapters_section import ExpertAdapterKeys
 from trainer.features.experts.counts import RowCounts
-from trainer.features.experts.products import rows_times, use_products
+from trainer.features.experts.products import ALIGNED, rows_times, use_products
 from trainer.models.adapters import PartsAdder
 from trainer.models.merged_weights import is_fused
 from trainer.models.names import nothing_matches
@@ -26,7 +26,6 @@ from trainer.recipe.schema import Adapter, Model
 from trainer.recipe.schema.model import matches
 
 _KEY = "model.adapter.target_parameters"
-_ALIGNED = 8  # see `rows_times`
 
 
 class ExpertFactors(Factors):
@@ -36,7 +35,7 @@ class ExpertFactors(Factors):
         """Return the products `[n, out]` of rows `[n, in]` that are sorted by expert."""
         first: Tensor = self.A
         second: Tensor = self.B
-        if counts.is_grouped and (lacking := -self.rank % _ALIGNED):
+        if counts.is_grouped and (lacking := -self.rank % ALIGNED):
             # Rows of zeros change no product.
             first, second = F.pad(first, (0, 0, 0, lacking)), F.pad(second, (0, lacking))
         return rows_times(rows_times(rows, first, counts), second, counts) * self.scaling

@@ -35,7 +35,8 @@ BESIDE = "beside_message"
 EXPERT_PRODUCTS = "expert_products"
 """The name of `experts_forward` in transformers' table."""
 _GROUPED_CAPABILITY = (8, 0)
-_ALIGNED = 8  # elements in 16 bits that the grouped kernel reads at once
+ALIGNED = 8
+"""The elements in 16 bits that the grouped kernel reads at once."""
 
 
 def experts_forward(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -112,13 +113,13 @@ def expert_products(experts: Any, rows: Tensor, counts: RowCounts) -> Tensor:
         rows: the rows `[n, H]`: those for the first expert, then those of the next ones.
         counts: the number of rows of each expert.
     """
-    hidden = expert_linear(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows, counts)
+    hidden = _expert_linear(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows, counts)
     hidden = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
-    hidden = expert_linear(experts, "down_proj", hidden, counts)
+    hidden = _expert_linear(experts, "down_proj", hidden, counts)
     return cast(Tensor, experts.post_expert_norm(hidden)) if experts.has_post_expert_norm else hidden
 
 
-def expert_linear(experts: Any, name: str, rows: Tensor, counts: RowCounts) -> Tensor:
+def _expert_linear(experts: Any, name: str, rows: Tensor, counts: RowCounts) -> Tensor:
     """Return the rows, multiplied by the matrix `name` of their expert, with its bias `[n, out]`."""
     weight = getattr(experts, name)
     bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
@@ -138,7 +139,7 @@ def rows_times(rows: Tensor, weight: Tensor, counts: RowCounts, transposed: bool
 
     Args:
         weight: the matrices `[experts, out, in]`, or `[experts, in, out]` if `transposed`; the grouped kernel needs
-            multiples of 8.
+            multiples of `ALIGNED`.
         counts: the number of rows of each expert.
     """
     if counts.is_grouped:
@@ -159,7 +160,7 @@ def _is_grouped(experts: Any, rows: Tensor) -> bool:
     """Return whether torch has a grouped kernel for the device, type and sizes of products."""
     if traits_of(rows.device).is_cpu or product_dtype(rows) != torch.bfloat16:
         return False
-    is_aligned = all(size % _ALIGNED == 0 for size in experts.down_proj.shape[1:])
+    is_aligned = all(size % ALIGNED == 0 for size in experts.down_proj.shape[1:])
     # A plan has the device's operations, and no device.
     return is_aligned and (rows.device.type == "cpu" or torch.cuda.get_device_capability() >= _GROUPED_CAPABILITY)
 
