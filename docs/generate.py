@@ -413,15 +413,16 @@ def throughput_by_default(figures: Mapping[str, Any]) -> str:
 def operations(figures: Mapping[str, Mapping[str, float]], layers: Mapping[str, Mapping[str, float]]) -> str:
     """Return a table of trainings and layouts: our operations, those of the plain loop, and the ratio of bytes.
 
-    Rows with counted waits of the host have both numbers of them, too.
+    Models with a step in which the host waits have both numbers of waits, too.
 
     Steps on one process in bf16 also have their kernels and bytes with compiled layers, from those of `layers`.
     """
     found: dict[str, dict[str, str]] = {}
+    waiting = {name.partition(",")[0] for name, row in figures.items() if row.get("waits") or row.get("plain_waits")}
     for name, row in figures.items():
         model, task, precision, layout, *more = name.split(", ")
         cells = found.setdefault(", ".join([model, task, precision, *more]), {})
-        waits = f"; {row['waits']} of {row['plain_waits']} waits" if "waits" in row else ""
+        waits = f"; {row['waits']} of {row['plain_waits']} waits" if model in waiting else ""
         cells[layout] = f"{row['operations']:,} of {row['plain_operations']:,}, {row['bytes_ratio']:.2f}{waits}"
         of_model = [layer for name, layer in layers.items() if name.partition(",")[0] == model]
         if of_model and (precision, layout, more) == ("bf16", "one process", []):
