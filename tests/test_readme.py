@@ -56,6 +56,12 @@ ELSEWHERE = {
     "trainer run stages_sample --processes 2": (
         "tests/features/stages/test_sample.py::def test_the_sample_on_two_processes"
     ),
+    "trainer run pretraining_sample --processes 2": (
+        "tests/features/stages/test_pretraining.py::def test_pretrained_weights_beat_random_ones"
+    ),
+    "trainer run ner_sample training.epochs=1 optimizer.learning_rate=5e-4 --processes 2": (
+        "tests/features/stages/test_pretraining.py::def test_pretrained_weights_beat_random_ones"
+    ),
     "trainer plan stages_sample --gpus 1x80GiB stage=long": (
         "tests/features/stages/test_sample.py::def test_a_plan_adds_up"
     ),

@@ -106,6 +106,7 @@ def test_a_recipe_without_a_result_is_refused(tmp_path: Path, sections: dict, pr
     "name",
     [
         pytest.param("reward_sample", marks=pytest.mark.slow),
+        pytest.param("dpo_sample", marks=pytest.mark.slow),
         pytest.param("bert_sample", marks=pytest.mark.nightly),
         pytest.param("ner_sample", marks=pytest.mark.nightly),
     ],
