@@ -61,6 +61,16 @@ def test_the_stages_after_a_work_use_its_result(tmp_path):
     assert after.unchecked("one") == ()
 
 
+def test_a_later_work_of_a_kind_replaces_the_earlier_one_and_does_not_read_its_result(tmp_path):
+    again = {"name": "again", "encode": {}, "data": {"max_length": 8}}
+    recipe = write_works(tmp_path, [*STAGES[:3], again, {"name": "three", "data": {"max_length": 8}}])
+    finish_works(tmp_path / "run")
+    chain = load_recipe(recipe, is_whole=True).chain
+    assert chain.stages["one"].recipe.task.text == "input_ids"
+    assert chain.stages["three"].recipe.data.train == f"{tmp_path}/train.jsonl"  # until the work is done
+    assert "the result of the stage again, which is not done yet" not in chain.unchecked("one")
+
+
 @pytest.mark.parametrize(
     ("stage", "later", "problem"),
     [

@@ -82,7 +82,7 @@ def resolve_chain(
 
 def _unfit(stages: list[Stage], recipes: Mapping[str, ResolvedRecipe]) -> Iterator[str]:
     """Yield the problems of works: of their keys, and of later stages with their results."""
-    for number, stage in enumerate(stages):
+    for stage in stages:
         if stage.work is None:
             continue
         recipe = recipes[stage.name].recipe
@@ -90,7 +90,8 @@ def _unfit(stages: list[Stage], recipes: Mapping[str, ResolvedRecipe]) -> Iterat
             stage.work.describe(recipe)
         except UsageError as error:
             yield f"{stage.written.origin}: `{_KEY}.{stage.name}`: {error}"
-        for later in (one for one in stages[number + 1 :] if not one.base.members):  # others have rows of their own
+        # A stage that extends a recipe has rows of its own.
+        for later in (one for one in stages if stage in one.works and not one.base.members):
             if problem := stage.work.problem(recipe, recipes[later.name].recipe, later.keys.plain()):
                 yield f"{later.written.origin}: `{_KEY}.{later.name}`: {problem}"
 
@@ -146,6 +147,7 @@ class _Reading:
     file: Path
     folder: Path = Path()
     stages: list[Stage] = field(default_factory=list)
+    works: dict[str, Stage] = field(default_factory=dict)  # the last one of each kind
     messages: list[str] = field(default_factory=list)
 
     def report(self, node: Node, text: str) -> None:
@@ -186,13 +188,16 @@ class _Reading:
         base, problems = self._base(node)
         if len(self.messages) == before:
             folder = self.folder / f"{number:02d}-{name}"
-            works = tuple(stage for stage in self.stages if stage.work is not None)
+            # A work replaces an earlier one of its kind, and begins without it.
+            works = tuple(stage for kind, stage in self.works.items() if kind != key)
             is_continued = start == "continued"
             keys = _without(node, *_OWN, key)
             stage = Stage(
                 number, name, folder, parent, is_continued, processes, keys, base, node, problems, work, works
             )
             self.stages.append(stage)
+            if key:
+                self.works[key] = stage
 
     def _parent(self, node: Node, path: str) -> Stage | None:
         named = _plain(node, "from")

@@ -29,7 +29,7 @@ _MOST = 100  # characters of the name of a run
 class Stage:
     """A stage; `keys` are those over the recipe, `base` is the recipe that it extends, `written` all that it says.
 
-    `work` is None for a training; `works` are the stages with works before it.
+    `work` is None for a training; `works` are the last stages before it with a work of each kind.
     """
 
     number: int
