@@ -19,7 +19,7 @@ LAUNCHERS = {"sst2": "accelerate", "trec": "deepspeed --no_python"}
 COLUMNS = {"sst2": ("sentence", "dev"), "trec": ("question", "test")}
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.skipif(not DATA.is_dir(), reason="SST-2 and TREC are not at hand"),
 ]
 
@@ -50,7 +50,7 @@ def one_process(request, tmp_path_factory) -> tuple[Path, list[float]]:
 
 @pytest.mark.parametrize(
     ("one_process", "launcher"),
-    [pytest.param(*one, marks=pytest.mark.nightly if one[0] == "sst2" else ()) for one in LAUNCHERS.items()],
+    LAUNCHERS.items(),
     indirect=["one_process"],
 )
 def test_each_launcher_gives_the_same_curve(launcher, one_process, tmp_path):

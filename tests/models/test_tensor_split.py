@@ -115,7 +115,7 @@ def _marks(model_type: str, head: str) -> tuple[pytest.MarkDecorator, ...]:
     is_first = head == next(other for other in HEADS if has_head(model_type, other))
     differs = model_type in CONFIGS and model_type not in NEAR_FAMILIES
     is_quick = is_first or model_type == "bert" or (differs and head in VOCABULARY_HEADS)
-    return () if is_quick else (pytest.mark.slow,)
+    return () if is_quick else (pytest.mark.slow if differs else pytest.mark.nightly,)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ class TestSequenceParallel:
 
     @pytest.mark.parametrize(
         "model_type",
-        [pytest.param(name, marks=pytest.mark.slow if name in NEAR_FAMILIES else ()) for name in SEQUENCE],
+        [pytest.param(name, marks=pytest.mark.nightly if name in NEAR_FAMILIES else ()) for name in SEQUENCE],
     )
     def test_is_the_whole_model(self, ranks: RankPools, model_type):
         head = next(head for head in HEADS if has_head(model_type, head))

@@ -52,8 +52,23 @@ ALL = [
 ]
 
 
+def _has_near_relative(case: Case) -> bool:
+    """Whether other cases have the same parts in other pairs: a family in a cut, and an optimizer or type in a layout.
+
+    `tests/models/` compares each family in each cut with the whole model.
+    """
+    is_cut = max(case.tensor, case.stages, case.context) > 1
+    if case.model_type in ("albert", "deberta-v2", "llama", "qwen3") and case.world_size == 2:
+        return is_cut
+    if case.gradients != "fp32":
+        return is_cut or case.strategy in ("hsdp", "zero3")
+    if case.weights != "fp32":
+        return is_cut and case.strategy == "ddp"
+    return case.optimizer in ("adamw_8bit", "schedule_free_adamw", "adafactor") and case.strategy != "ddp"
+
+
 def _marks(case: Case) -> tuple[pytest.MarkDecorator, ...]:
-    if case.is_nightly:
+    if case.is_nightly or (not case.is_fast and _has_near_relative(case)):
         return (pytest.mark.nightly,)
     return () if case.is_fast else (pytest.mark.slow,)
 
