@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.helpers.training import VOCABULARY
 from trainer.engine.precision import cast_forward
-from trainer.models.checkpointing import checkpoint_layers
+from trainer.models.checkpointing import checkpoint_layers, kept_result
 from trainer.models.describe import ModelUse, describe
 from trainer.models.families.table import layers_of
 from trainer.models.fill import build_model
@@ -164,3 +164,27 @@ def test_full_keeps_one_tensor_for_each_layer():
     layer_input = 4 * 48 * 64 * 4
     outside = kept_bytes("full", 0.0) - 4 * layer_input
     assert 0 < outside < 6 * layer_input
+
+
+class Numbered(torch.nn.Module):
+    """Multiplies by the number of results that were computed before, in all of its passes."""
+
+    num_computed = 0
+
+    def _computed(self) -> int:
+        self.num_computed += 1
+        return self.num_computed
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * kept_result(self._computed)).sin()
+
+
+@pytest.mark.parametrize("how", KINDS)
+def test_a_recomputation_gets_the_kept_results_of_its_own_forward_pass(how: Any):
+    layer, x = Numbered(), torch.ones(3, requires_grad=True)
+    checkpoint_layers([layer], how, None)
+    outputs = [layer(x), layer(x)]  # of two microbatches, before the first backward pass
+    for number, output in enumerate(outputs, start=1):
+        (gradient,) = torch.autograd.grad(output.sum(), x)
+        torch.testing.assert_close(gradient, number * torch.cos(number * x.detach()))
+    assert layer.num_computed == 2
