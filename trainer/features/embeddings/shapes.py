@@ -23,6 +23,17 @@ _KINDS = ("embedding", "sparse_embedding", "multi_vector_embedding")
 
 def of_embeddings(columns: Columns) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield the sections `task` of a query and its documents, and the reason for each."""
+    texts = _related(columns)
+    read = texts or [column.name for column in columns.texts]
+    if score := _scores(columns, len(read) - 1):
+        keys = {"score": score, "loss": "margin_mse"}
+        yield from _of_each_kind(read, f"a query and documents, with the scores of a teacher in `{score}`", **keys)
+    elif texts:
+        yield from _of_each_kind(texts, "texts that belong together")
+
+
+def _related(columns: Columns) -> list[str]:
+    """Return the columns of texts that belong together, with their negatives; none if there are not two of them."""
     texts = next((found for names in _TEXTS if (found := columns.every(("text",), *names))), [])
     negatives = [one.name for one in columns.all if one.kind == "text" and _NEGATIVE.fullmatch(one.name)]
     if negatives and not texts:  # query and positive have any names
@@ -30,13 +41,7 @@ def of_embeddings(columns: Columns) -> Iterator[tuple[dict[str, Any], str]]:
     if not texts:
         pairs = (columns.every(("text",), *names) for names in _UNSCORED)
         texts = next((found for found in pairs if found and not columns.labels(found)), [])
-    texts = [*texts, *negatives] if len(texts) == 2 else []
-    read = texts or [column.name for column in columns.texts]
-    if score := _scores(columns, len(read) - 1):
-        keys = {"score": score, "loss": "margin_mse"}
-        yield from _of_each_kind(read, f"a query and documents, with the scores of a teacher in `{score}`", **keys)
-    elif texts:
-        yield from _of_each_kind(texts, "texts that belong together")
+    return [*texts, *negatives] if len(texts) == 2 else []
 
 
 def _scores(columns: Columns, number: int) -> str | None:

@@ -58,15 +58,7 @@ def resolve_chain(
         reading.add(node)
     reading.require_none()
     trees = StageTrees(file, common, whole.recipe.name, needs_data)
-    recipes = {}
-    for stage in reading.stages:
-        try:
-            recipes[stage.name] = trees.resolved(stage)
-        except RecipeError as error:
-            reading.messages += [f"{problem} (stage `{stage.name}`)" for problem in error.problems]
-    reading.require_none()
-    reading.messages += _unfit(reading.stages, recipes)
-    reading.require_none()
+    recipes = reading.resolved(trees)
     one = layer.members.get(_ONE)
     chosen = [stage for stage in reading.stages if one is None or stage.name == one.value]
     if not chosen:
@@ -158,6 +150,19 @@ class _Reading:
         if self.messages:
             raise RecipeError(*self.messages)
 
+    def resolved(self, trees: StageTrees) -> dict[str, ResolvedRecipe]:
+        """Return the recipe of each stage, or raise the problems of all."""
+        recipes = {}
+        for stage in self.stages:
+            try:
+                recipes[stage.name] = trees.resolved(stage)
+            except RecipeError as error:
+                self.messages += [f"{problem} (stage `{stage.name}`)" for problem in error.problems]
+        self.require_none()
+        self.messages += _unfit(self.stages, recipes)
+        self.require_none()
+        return recipes
+
     def add(self, node: Node) -> None:
         """Read a stage, or report its problems."""
         number, before = len(self.stages) + 1, len(self.messages)
@@ -170,11 +175,7 @@ class _Reading:
         if name in (stage.name for stage in self.stages):
             self.report(node, f"`{path}.name` is {shown_value(name)}, as that of another stage; rename one")
         path = f"{_KEY}.{name}"
-        start, processes = _plain(node, "start") or "fresh", _plain(node, "processes")
-        if start not in _STARTS:
-            self.report(node, f"`{path}.start` must be fresh or continued, but is {shown_value(start)}")
-        if processes is not None and not (type(processes) is int and processes > 0):
-            self.report(node, f"`{path}.processes` must be a number from 1 on, but is {shown_value(processes)}")
+        start, processes = self._start(node, path)
         key, work, problems_of_work = work_of(node)
         for problem in problems_of_work:
             self.report(node, f"`{path}` {problem}")
@@ -198,6 +199,15 @@ class _Reading:
             self.stages.append(stage)
             if key:
                 self.works[key] = stage
+
+    def _start(self, node: Node, path: str) -> tuple[str, int | None]:
+        """Return how a stage starts and its number of processes, or report their problems."""
+        start, processes = _plain(node, "start") or "fresh", _plain(node, "processes")
+        if start not in _STARTS:
+            self.report(node, f"`{path}.start` must be fresh or continued, but is {shown_value(start)}")
+        if processes is not None and not (type(processes) is int and processes > 0):
+            self.report(node, f"`{path}.processes` must be a number from 1 on, but is {shown_value(processes)}")
+        return start, processes
 
     def _parent(self, node: Node, path: str) -> Stage | None:
         named = _plain(node, "from")

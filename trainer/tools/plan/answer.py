@@ -98,18 +98,9 @@ def answer_chain(request: PlanRequest, chain: Chain) -> Answer:
         name: answer(replace(request, given=(*request.given, f"stage={name}")), resolved)
         for name, resolved in chain.stages.items()
     }
-    costs = {name: one.values["training"] for name, one in answers.items()}
-    total, unknown = None, [name for name, cost in costs.items() if cost is None]
-    if unknown:
-        last = f"the hours of {', '.join(unknown)} are unknown; add --rows N or training.max_steps=N, and name the GPUs"
-    else:
-        total = {key: sum(cost[key] or 0.0 for cost in costs.values()) for key in ("steps", "hours", "gpu_hours")}
-        last = f"{total['steps']:,} steps, {total['hours']:,.2f} hours, {total['gpu_hours']:,.2f} GPU-hours"
-        if request.price is not None:
-            total["price"] = sum(cost["price"] for cost in costs.values())
-            last += f", {total['price']:,.2f} for them"
     if not answers:
         raise UsageError("`plan` takes a training, but the stage is a work beside them; choose another one")
+    total, last = _total({name: one.values["training"] for name, one in answers.items()}, request.price is not None)
     most = max(answers, key=lambda name: answers[name].values["needed_bytes"])
     needed = format_bytes(answers[most].values["needed_bytes"])
     texts = [f"stage     {name}: {work}; it is not planned\n" for name, work in chain.works.items()]
@@ -118,6 +109,18 @@ def answer_chain(request: PlanRequest, chain: Chain) -> Answer:
         "stages": {name: one.values for name, one in answers.items()}, "works": dict(chain.works), "training": total
     }  # fmt: skip
     return Answer("\n".join([*texts, f"all       {last}", f"memory    {needed} at most, in {most}"]), values)
+
+
+def _total(costs: Mapping[str, Mapping[str, float] | None], has_price: bool) -> tuple[dict[str, float] | None, str]:
+    """Return the sum over trainings, None if one is unknown, and a line on it."""
+    known = [cost for cost in costs.values() if cost is not None]
+    if len(known) < len(costs):
+        unknown = ", ".join(name for name, cost in costs.items() if cost is None)
+        return None, f"the hours of {unknown} are unknown; add --rows N or training.max_steps=N, and name the GPUs"
+    keys = ("steps", "hours", "gpu_hours", *(["price"] if has_price else []))
+    total = {key: sum(cost[key] or 0.0 for cost in known) for key in keys}
+    line = f"{total['steps']:,} steps, {total['hours']:,.2f} hours, {total['gpu_hours']:,.2f} GPU-hours"
+    return total, line + (f", {total['price']:,.2f} for them" if has_price else "")
 
 
 def _name(nodes: int, devices: Devices) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,15 +33,7 @@ class RecipeTexts(Texts):
         task, source = build_task(recipe.task), row_source(recipe)
         split = read_splits(recipe, task, None, problems, source).train
         problems.raise_all()
-        label = getattr(recipe.task, "label", None)
-        kinds = {name: getattr(kind, "dtype", None) for name, kind in split.rows.features.items()}
-        names = [name for name in task.columns if name != label and kinds.get(name) in ("string", "large_string")]
-        if not names:
-            known = listed([f"`{name}`" for name in task.columns], 9)
-            raise DataError(
-                f"`task` must read a column of texts, but {known} of {split.where} hold none; train the tokenizer on"
-                " files of texts by `trainer tokenizer`"
-            )
+        names = _columns_of_texts(split, task.columns, getattr(recipe.task, "label", None))
         self.column = ", ".join(names)
         cache = Path(recipe.data.cache) if recipe.data.cache else cache_folder()
         parts = source.parts(recipe, task.columns, cache, _ROWS_AT_ONCE) if source else ()
@@ -49,6 +41,18 @@ class RecipeTexts(Texts):
         for rows in chunks:
             for row in rows.select_columns(names):
                 yield from (text for text in row.values() if text and text.strip())
+
+
+def _columns_of_texts(split: Split, columns: Sequence[str], label: str | None) -> list[str]:
+    kinds = {name: getattr(kind, "dtype", None) for name, kind in split.rows.features.items()}
+    names = [name for name in columns if name != label and kinds.get(name) in ("string", "large_string")]
+    if not names:
+        known = listed([f"`{name}`" for name in columns], 9)
+        raise DataError(
+            f"`task` must read a column of texts, but {known} of {split.where} hold none; train the tokenizer on"
+            " files of texts by `trainer tokenizer`"
+        )
+    return names
 
 
 def _chunks(split: Split) -> Iterator[Any]:
