@@ -20,7 +20,7 @@ from sklearn.metrics import ndcg_score
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.features.embeddings.test_embedding import WHERE, gradient_of
+from tests.features.embeddings.test_embedding import WHERE, gradient_of, split_of
 from trainer.base.errors import DataError, UsageError
 from trainer.features.embeddings import multi_vector as ours
 from trainer.features.embeddings.metrics import NDCG
@@ -38,6 +38,16 @@ TAUGHT = torch.tensor([[3.0, -1.0, 0.5], [0.2, 0.1, 0.4], [5.0, 4.0, -2.0], [1.0
 
 def task_of(kind: str = "sparse_embedding", **keys: Any) -> Any:
     return build_task(SECTIONS[kind](type=kind, **{"texts": ["a", "b", "c", "d"], **keys}))
+
+
+def test_weights_of_0_only_end_a_run():
+    """No gradient is left, so more steps would be lost."""
+    split = split_of(**{name: [f"{name}0", f"{name}1"] for name in "abcd"})
+    weights = torch.zeros(2, 4, 7)
+    with pytest.raises(UsageError, match=r"`task.query_flops` 0.5 .* must leave weights above 0.*lower these keys"):
+        task_of(query_flops=0.5).split_metrics({"embeddings": weights}, split)
+    weights[0, 0, 3] = 1.0
+    assert task_of().split_metrics({"embeddings": weights}, split)["query_active_tokens"] == 0.5
 
 
 def random_of(*shape: int) -> Tensor:

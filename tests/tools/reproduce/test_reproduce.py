@@ -23,6 +23,12 @@ from trainer.recipe.reading.shipped import shipped_recipes
 from trainer.tools.reproduce.reproduce import Reproduced, ReproduceRequest, reproduce
 
 EXPECTED = {"accuracy": [0.0, 1.0], "source": "this test", "seeds": 2}
+QUICKEST = ("reward_sample", "dpo_sample")
+SAMPLES = [
+    name
+    for name, path in shipped_recipes().items()
+    if "_sample" in name and '"expects"' in path.read_text(encoding="utf-8")
+]
 
 
 class TestTheKey:
@@ -104,12 +110,7 @@ def test_a_recipe_without_a_result_is_refused(tmp_path: Path, sections: dict, pr
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param("reward_sample", marks=pytest.mark.slow),
-        pytest.param("dpo_sample", marks=pytest.mark.slow),
-        pytest.param("bert_sample", marks=pytest.mark.nightly),
-        pytest.param("ner_sample", marks=pytest.mark.nightly),
-    ],
+    [pytest.param(name, marks=pytest.mark.slow if name in QUICKEST else pytest.mark.nightly) for name in SAMPLES],
 )
 @pytest.mark.usefixtures("warm_python")
 def test_a_sample_is_reproduced(tmp_path: Path, name: str):

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from trainer.base.errors import UsageError
 from trainer.features.embeddings.embedding import EmbeddingTask, SentenceFolder
 from trainer.features.embeddings.retrieval import Retrieval, ScoredRetrieval
 from trainer.parallel.communication import join_sequence
@@ -98,8 +99,18 @@ class SparseTask(EmbeddingTask):
         return embeddings
 
     def split_metrics(self, predictions: Mapping[str, Tensor], split: EvaluatedSplit) -> dict[str, float]:
-        """Return the metrics, with the mean number of weights above 0 of queries and documents."""
+        """Return the metrics, with the mean number of weights above 0 of queries and documents.
+
+        Raises:
+            UsageError: no weight of any text is above 0, so that no gradient is left.
+        """
         active = (predictions["embeddings"] > 0).sum(-1).float()
+        if not predictions["embeddings"].any():
+            raise UsageError(
+                f"`task.query_flops` {self.query_flops:g} and `task.document_flops` {self.document_flops:g} must leave"
+                " weights above 0, but all weights of all texts are 0, so no gradient is left; lower these keys or"
+                " `optimizer.learning_rate`, or raise `task.flops_warmup`, and train again"
+            )
         found = {"query_active_tokens": active[:, 0], "document_active_tokens": active[:, 1:]}
         return super().split_metrics(predictions, split) | {name: float(of.mean()) for name, of in found.items()}
 
