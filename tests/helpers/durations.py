@@ -30,6 +30,7 @@ SLOW = {
     "tests/features/experts/test_runs.py::test_the_sample_trains_alike_under_every_launcher": (
         "six programs, up to four processes each"
     ),
+    "tests/features/stages/test_pretraining.py::test_pretrained_weights_beat_random_ones": "six trainings",
     "tests/launch/test_launchers.py::test_two_ranks_train_as_one_process": "up to four programs",
     "tests/launch/test_real_data.py::test_each_launcher_gives_the_same_curve": "trains on files of thousands of rows",
     "tests/launch/test_slurm.py::test_a_job_goes_on_after_a_killed_rank_and_after_a_signal": (
@@ -50,6 +51,7 @@ SLOW = {
     "tests/tools/audit/test_run_audit.py::test_flipped_entities_of_the_sample": (
         "trains on thousands of rows, and fits five models of n-grams"
     ),
+    "tests/tools/reproduce/test_reproduce.py::test_a_sample_is_reproduced": "whole trainings of samples",
     "tests/training/test_compiled.py::test_a_compiled_run": "each layer is traced and compiled",
     "tests/test_readme.py::test_a_page_can_be_followed": "each training of a page, one after the other",
 }
