@@ -23,7 +23,7 @@ from trainer.recipe.reading.shipped import shipped_recipes
 from trainer.tools.reproduce.reproduce import Reproduced, ReproduceRequest, reproduce
 
 EXPECTED = {"accuracy": [0.0, 1.0], "source": "this test", "seeds": 2}
-QUICKEST = ("reward_sample", "dpo_sample")
+QUICKEST = ("reward_sample", "dpo_sample", "vit_sample", "experts_sample", "sft_sample", "qa_sample")
 SAMPLES = [
     name
     for name, path in shipped_recipes().items()
