@@ -21,7 +21,7 @@ def takes(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
     """Return whether the operation takes heads `[batch, heads, sequence, size]` with these cosines and sines."""
     of_heads = all(x.dtype in _DTYPES and x.dim() == 4 and x.shape[-1] == cos.shape[-1] for x in (q, k))
     fits = cos.shape == sin.shape and cos.dim() == 3 and cos.shape[0] in (1, q.shape[0]) and cos.shape[-1] % 2 == 0
-    same = q.shape[0] == k.shape[0] and q.shape[2] == k.shape[2] == cos.shape[1]
+    same = q.dtype == k.dtype and q.shape[0] == k.shape[0] and q.shape[2] == k.shape[2] == cos.shape[1]
     return of_heads and fits and same and {cos.dtype, sin.dtype} <= {*_DTYPES}
 
 

@@ -72,7 +72,7 @@ def _turned(x: Tensor, cos: Tensor, sign: int, of_second: Tensor, of_first: Tens
 
 # The names of the arguments are those of transformers.
 def _apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    if q.dtype == k.dtype and (fused := _fused(q, k, cos, sin, unsqueeze_dim, rounds_products=False)) is not None:
+    if (fused := _fused(q, k, cos, sin, unsqueeze_dim, rounds_products=False)) is not None:
         return fused
     cos, sin = (at_least_fp32(tensor).unsqueeze(unsqueeze_dim) for tensor in (cos, sin))
     query, key = (_Rotated.apply(x, cos, sin) for x in (q, k))  # type: ignore[no-untyped-call]
@@ -86,7 +86,7 @@ class _RoundingEach:
         self._original = original
 
     def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-        if q.dtype == k.dtype and (fused := _fused(q, k, cos, sin, unsqueeze_dim, rounds_products=True)) is not None:
+        if (fused := _fused(q, k, cos, sin, unsqueeze_dim, rounds_products=True)) is not None:
             return fused
         return self._original(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
 

@@ -65,17 +65,11 @@ def work_of(node: Node) -> tuple[str, StageWork | None, list[str]]:
         return key, None, [f"has `{key}` and `{others[0]}`, but a stage does one work; list two stages"]
     try:
         return key, extensions.resolved(asked[key])(**(node.members[key].plain() or {})), []
-    except (ValidationError, TypeError) as error:
-        if not isinstance(error, ValidationError):
-            return key, None, [f"must have an object in `{key}`, such as {{}}"]
-        return (
-            key,
-            None,
-            [
-                f"has a wrong `{'.'.join(map(str, (key, *one['loc'])))}`: {one['msg']}; correct it"
-                for one in error.errors()
-            ],
-        )
+    except ValidationError as error:
+        places = [(".".join(map(str, (key, *one["loc"]))), one["msg"]) for one in error.errors()]
+        return key, None, [f"has a wrong `{place}`: {problem}; correct it" for place, problem in places]
+    except TypeError:
+        return key, None, [f"must have an object in `{key}`, such as {{}}"]
 
 
 def with_changes(tree: Node, changes: Mapping[str, Mapping[str, Any]], origin: Origin) -> Node:
