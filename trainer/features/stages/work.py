@@ -90,10 +90,15 @@ def _node(value: Any, origin: Origin) -> Node:
     return Node([_node(inner, origin) for inner in value] if isinstance(value, list) else value, origin)
 
 
-def do_work(work: StageWork, resolved: ResolvedRecipe, folder: Path, processes: int | None) -> int:
-    """Do a work in a process of its own, and return its exit code."""
+def do_work(work: StageWork, resolved: ResolvedRecipe, folder: Path, processes: int | None) -> None:
+    """Do a work in a process of its own.
+
+    Raises:
+        TrainerError: it failed, or a signal stopped it.
+    """
     recipe = resolved.recipe.model_copy(update={"parallel": Parallel()})  # one process, whatever the trainings have
-    return run_on_fresh_ranks(replace(resolved, recipe=recipe), 1, _Job(work, folder, processes))
+    code = run_on_fresh_ranks(replace(resolved, recipe=recipe), 1, _Job(work, folder, processes))
+    assert code == 0, "the job returns no other code, and the caller counts the work as done"
 
 
 @dataclass(frozen=True)
