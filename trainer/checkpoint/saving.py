@@ -31,12 +31,13 @@ class Saved:
 
     `identity` is the result of the function of that name. `origin` describes the run that saves it, for information.
     `model_files` are the configuration and the tokenizer by file name, for an export without the original model.
+    `total_steps` returns the steps of the training with other values of keys such as `epochs`.
     """
 
     identity: Mapping[str, Any]
     origin: Mapping[str, Any] = field(default_factory=dict)
     model_files: Mapping[str, bytes] = field(default_factory=dict)
-    steps_per_epoch: int = 1
+    total_steps: Callable[..., int] | None = None
 
 
 class Saver:
@@ -225,7 +226,7 @@ class Saver:
         """Return the identity without differences to a checkpoint that change nothing, and notes on them."""
         present, notes = self._identity(), list[str]()
         if differences(state.facts.identity, present) and (reconcile := sole("resumption")):
-            present, notes = reconcile(state, present, self._saved.steps_per_epoch)
+            present, notes = reconcile(state, present, self._saved.total_steps)
         return present, notes
 
     def _compare_training(self, state: SavedBoxes) -> list[str]:

@@ -103,8 +103,9 @@ class BatchSizes:
         return self.training.global_batch_size
 
     def total_steps(self, num_rows: int) -> int:
-        """Return the steps of a training with epochs of `num_rows` rows."""
-        return last_step(self.training, math.ceil(num_rows / self.training.global_batch_size))
+        """Return the steps of a training with epochs of `num_rows` rows; a part of a step counts as one."""
+        epochs = Fraction(str(self.training.epochs))  # by its digits, because 0.1 times 30 is above 3 for floats
+        return self.training.max_steps or math.ceil(epochs * math.ceil(num_rows / self.training.global_batch_size))
 
     def full_steps(self, steps: int) -> float:
         """Return the steps of the recipe's batch size with as many rows as the first `steps` steps."""
@@ -189,15 +190,10 @@ class RunPlan:
         """Return the optimizer steps in one epoch of `num_rows` rows; the last batch may be smaller."""
         return math.ceil(num_rows / self.batch.global_batch_size)
 
-    def total_steps(self, num_rows: int) -> int:
-        """Return the optimizer steps of the whole training, at which the schedule ends."""
-        return batch_sizes(self.recipe).total_steps(num_rows)
-
-
-def last_step(training: Any, steps_per_epoch: int) -> int:
-    """Return the optimizer steps of a training of these keys; a part of a step counts as one."""
-    # By its digits, because 0.1 times 30 is above 3 for floats.
-    return training.max_steps or math.ceil(Fraction(str(training.epochs)) * steps_per_epoch)
+    def total_steps(self, num_rows: int, **other: Any) -> int:
+        """Return the optimizer steps of the whole training, at which the schedule ends, or with other keys of it."""
+        training = self.recipe.training.model_copy(update=other)
+        return batch_sizes(self.recipe.model_copy(update={"training": training})).total_steps(num_rows)
 
 
 def _layout(parallel: Parallel, world_size: int, local_world_size: int) -> Layout:

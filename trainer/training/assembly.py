@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -279,7 +280,7 @@ def assemble(
         identity(recipe, data.train_hash, beside, loaded.facts),
         {"recipe": recipe.model_dump(mode="json"), "layout": plan.layout.sizes, "versions": versions()},
         model_files,
-        plan.steps_per_epoch(data.num_train_rows),
+        partial(plan.total_steps, data.num_train_rows),
     )
     # After `identity`, which hashes the buffers as they were built.
     engine = build_engine(built, task, mesh, plan, plan.total_steps(data.num_train_rows), loaded.loss)

@@ -6,9 +6,8 @@ defaults that the version of the checkpoint did not have.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count
-from types import SimpleNamespace
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
@@ -18,7 +17,6 @@ from trainer.base.errors import UsageError
 from trainer.base.text import listed
 from trainer.checkpoint.identity import differences
 from trainer.checkpoint.reading import SavedBoxes
-from trainer.recipe.plan import last_step
 from trainer.recipe.reading.keys import kinds, section_models
 from trainer.recipe.registered import schedule_sections
 from trainer.recipe.schema import Recipe, Section
@@ -28,9 +26,12 @@ _MOST = 5  # keys in a note
 
 
 def reconcile(
-    state: SavedBoxes, present: Mapping[str, Any], steps_per_epoch: int
+    state: SavedBoxes, present: Mapping[str, Any], total_steps: Callable[..., int]
 ) -> tuple[Mapping[str, Any], list[str]]:
     """Return the identity of a run without differences to a checkpoint that change nothing, and notes on them.
+
+    Args:
+        total_steps: the function that returns the steps of the run with other values of `epochs` and `max_steps`.
 
     Raises:
         UsageError: only the number of steps differs, and steps that are done would have had other learning rates.
@@ -42,15 +43,17 @@ def reconcile(
         return reconciled, notes
     same_length = {**reconciled, "training": {**now, "epochs": was["epochs"], "max_steps": was["max_steps"]}}
     if differences(saved, reconciled) and not differences(saved, same_length):
-        notes.append(_continuation(state, was, now, steps_per_epoch))
+        notes.append(_continuation(state, was, now, total_steps))
         return same_length, notes
     return reconciled, notes
 
 
-def _continuation(state: SavedBoxes, was: Mapping[str, Any], now: Mapping[str, Any], steps_per_epoch: int) -> str:
+def _continuation(
+    state: SavedBoxes, was: Mapping[str, Any], now: Mapping[str, Any], total_steps: Callable[..., int]
+) -> str:
     """Return a note on the new end of a training, or refuse it."""
     done = state.facts.progress.step
-    before, after = (last_step(SimpleNamespace(**keys), steps_per_epoch) for keys in (was, now))
+    before, after = (total_steps(epochs=keys["epochs"], max_steps=keys["max_steps"]) for keys in (was, now))
     key = "max_steps" if now["max_steps"] else "epochs"
     if after < done:
         raise UsageError(
