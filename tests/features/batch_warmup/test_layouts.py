@@ -51,7 +51,10 @@ def test_under_deepspeed_and_over_a_stream(tmp_path: Path):
     found = curve(tmp_path / "zero1", 2, parallel={"strategy": "zero1"})
     assert found[0] == samples
     assert found[1] == pytest.approx(losses, rel=1e-5)
-    streamed = {"data": {**KEYS["data"], "streaming": True, "shuffle_window": 16}}
+    streamed = {
+        "data": {**KEYS["data"], "streaming": True, "shuffle_window": 16},
+        "task": {"labels": ["a", "b", "c"]},
+    }
     one, two = curve(tmp_path / "stream", 1, **streamed), curve(tmp_path / "streams", 2, **streamed)
     assert one[0] == two[0] == samples
     assert two[1] == pytest.approx(one[1], rel=1e-5)
