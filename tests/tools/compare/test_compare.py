@@ -34,8 +34,10 @@ from trainer.tools.run_metrics import read_metrics
 from trainer.tools.tolerances import TOLERANCES
 
 
-def names(words: list[str], processes: int = 2, file: Path | None = None, gpus: int = 0) -> list[str]:
-    return [one.name for one in contestants("bert_sample", words, file, processes, gpus)[1]]
+def names(
+    words: list[str], processes: int = 2, file: Path | None = None, gpus: int = 0, recipe: str = "bert_sample"
+) -> list[str]:
+    return [one.name for one in contestants(recipe, words, file, processes, gpus)[1]]
 
 
 class TestContestants:
@@ -61,6 +63,13 @@ class TestContestants:
         assert "strategy=dp" in names([], processes=2, gpus=2)
         (dp,) = [one for one in contestants("bert_sample", [], None, 2, 2)[1] if one.name == "strategy=dp"]
         assert dp.processes == 1
+
+    def test_only_layouts_that_the_model_allows(self):
+        assert "tensor=2 sequence=true" not in (found := names([], recipe="experts_sample"))
+        assert {"tensor=2", "expert=2"} <= set(found)
+        odd = names(["model.config.num_experts=3"], recipe="experts_sample")
+        assert "tensor=2" in odd
+        assert "expert=2" not in odd
 
     def test_keys_of_the_user_stay(self):
         found = names(["precision=bf16", "parallel.strategy=fsdp"], processes=4)

@@ -15,10 +15,12 @@ from trainer.base.errors import TrainerError, UsageError
 from trainer.base.extensions import registered
 from trainer.base.text import dotted_leaves
 from trainer.checkpoint.identity import identity
+from trainer.recipe.plan import plan_run
 from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.schema import Recipe
 from trainer.recipe.strategies import STRATEGIES, Strategy
-from trainer.tools.plan.searching import changing, layouts, planned_experts
+from trainer.tools.plan.searching import changing, layouts
+from trainer.training.checking import require_described
 
 Kind = Literal["layout", "precision", "training"]
 """The keys in which two recipes differ: of the layout alone; of layout, precision and weights; of the training."""
@@ -47,7 +49,8 @@ def contestants(
 ) -> tuple[list[str], list[Contestant]]:
     """Return the overrides of all contestants, and the contestants; the first is the reference.
 
-    `key=a,b` among the words is an axis of a grid. Each line of the file is a layout, as overrides.
+    `key=a,b` among the words is an axis of a grid. Each line of the file is a layout, as overrides. Without both, they
+    are layouts that make sense, and that the recipe and its model allow.
 
     Raises:
         UsageError: the file cannot be read, or a line of it is not of overrides.
@@ -70,10 +73,21 @@ def contestants(
     else:
         given = {word.partition("=")[0] for word in common}
         keys = own.model_dump(mode="json")
-        experts = planned_experts(own) if processes % 2 == 0 else 0
-        divides = experts > 0 and experts % 2 == 0
-        found = [changing(layout, keys, given) for layout in _sensible(processes, gpus, divides)]
-    return common, [Contestant(layout, _ranks(recipe, common, layout, processes)) for layout in dict.fromkeys(found)]
+        found = [changing(layout, keys, given) for layout in _sensible(processes, gpus)]
+    made = [Contestant(layout, _ranks(recipe, common, layout, processes)) for layout in dict.fromkeys(found)]
+    if file is None and not axes:
+        made = [one for one in made if not one.overrides or _is_allowed(recipe, common, one)]
+    return common, made
+
+
+def _is_allowed(recipe: str, common: Sequence[str], one: Contestant) -> bool:
+    """Return whether a recipe and its model allow a layout that the user has not named."""
+    try:
+        own = load_recipe(recipe, [*common, *one.overrides]).recipe
+        require_described(plan_run(own, one.processes))
+    except TrainerError:
+        return False
+    return True
 
 
 def _ranks(recipe: str, common: Sequence[str], layout: tuple[str, ...], processes: int) -> int:
@@ -122,13 +136,13 @@ def _lines(file: Path) -> Iterator[tuple[str, ...]]:
         raise UsageError(f"`--layouts` is {file}, which names no layout; write overrides, a layout a line")
 
 
-def _sensible(processes: int, gpus: int, divides_experts: bool) -> Iterator[tuple[str, ...]]:
+def _sensible(processes: int, gpus: int) -> Iterator[tuple[str, ...]]:
     """Yield layouts: the recipe's, each strategy, two ranks of each axis, two stages, recomputation, precisions."""
     yield ()
     for row, tensor, stages, words in layouts(processes, processes):
         if _is_compared(row, processes, tensor * stages):
             yield words
-    yield from ((f"{one.name}=2",) for one in registered("experts") if divides_experts)
+    yield from ((f"{one.name}=2",) for one in registered("experts"))
     for axis in registered("axis"):
         if processes % 2 == 0:
             yield ("parallel.tensor=1", "parallel.sequence=false", "parallel.pipeline.stages=1", f"{axis.name}=2")
