@@ -18,11 +18,10 @@ from trainer.features.peft_start.section import FolderKeys
 from trainer.models.adapter_starts import Start
 from trainer.models.adapters import PartsAdder
 from trainer.models.merged_weights import parts_of_products
-from trainer.parallel.tensor.kinds import ATTRIBUTE
 from trainer.recipe.schema import Adapter
+from trainer.use.export.peft_folder import PREFIX, layer_of_peft
 
 _KEY = "model.adapter.start_folder"
-_PREFIX = "base_model.model."
 _FACTORS = {"A": "lora_A.weight", "B": "lora_B.weight", "magnitude.weight": "lora_magnitude_vector"}
 
 
@@ -48,8 +47,10 @@ def starts_of_folder(model: nn.Module, adapter: Adapter) -> dict[str, Start]:
         ) from error
     starts: dict[str, Start] = {}
     expected: dict[str, tuple[int, ...]] = {}
-    for weight, parts in parts_of_products(name for name, _ in model.named_parameters()).items():
-        keys = {part: f"{_PREFIX}{_wrapper(model, weight)}.{_FACTORS[part]}" for part in parts}
+    products = parts_of_products(name for name, _ in model.named_parameters())
+    for weight, parts in products.items():
+        layer = layer_of_peft(weight, list(products))
+        keys = {part: f"{PREFIX}{layer}.{_FACTORS[part]}" for part in parts}
         whole = {part: tuple(model.get_parameter(name).shape) for part, name in parts.items()}
         expected |= {keys[part]: _in_peft(part, shape) for part, shape in whole.items()}
         _require_scaling(weight.removesuffix(".weight"), adapter, config)
@@ -61,16 +62,6 @@ def starts_of_folder(model: nn.Module, adapter: Adapter) -> dict[str, Start]:
             f" and {needed} in the recipe; set rank and targets to those of the folder"
         )
     return starts
-
-
-def _wrapper(model: nn.Module, weight: str) -> str:
-    """Return the name of PEFT's layer with a product; those of later parameters of a module lie around it."""
-    owner, _, parameter = weight.rpartition(".")
-    products = getattr(model.get_submodule(owner), ATTRIBUTE)
-    if not isinstance(products, nn.ModuleDict):
-        return owner
-    names = list(products)
-    return owner + ".base_layer" * (len(names) - 1 - names.index(parameter))
 
 
 def _in_peft(part: str, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from trainer.recipe.schema import Adapter, Model
 from trainer.tasks.exported import CardForm
 
 _WEIGHTS_NAME = "adapter_model.safetensors"
-_PREFIX = "base_model.model."  # of PEFT's wrapper
+PREFIX = "base_model.model."  # of PEFT's wrapper
 # PEFT converts these names in models with fused experts (`utils/transformers_weight_conversion.py`).
 _OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 Number = TypeVar("Number", int, float)
@@ -72,10 +72,11 @@ def write_adapter(
             " `model.adapter.targets` matches none; export the merged model, without --adapter"
         )
     tied = aliases(model)
+    adapted = [name for name, _ in model.named_parameters(remove_duplicate=False) if name in products.keys() - lacking]
     saved = _whole_modules(model, lacking, layers)
     tensors: dict[str, Tensor] = {}
     for layer, parts in sorted(layers.items()):
-        place = layer if f"{layer}.weight" in products else _wrapper(model, layer, layers)
+        place = layer_of_peft(f"{layer}.weight" if f"{layer}.weight" in products else layer, adapted)
         tensors |= {f"{place}.{name}": tensor for name, tensor in _in_peft(parts, read).items()}
     tokens: dict[str, list[int]] = {}
     for layer in sorted(rows.keys() - whole):
@@ -88,18 +89,20 @@ def write_adapter(
         for name, parameter in model.get_submodule(module).named_parameters(remove_duplicate=False):
             tensors[f"{module}.{name}"] = read(next(alias for alias in tied[parameter] if alias in available))
     # A copy, because two tensors of a file may not share memory.
-    copies = {f"{_PREFIX}{name}": tensor.to(dtype, copy=True) for name, tensor in tensors.items()}
+    copies = {f"{PREFIX}{name}": tensor.to(dtype, copy=True) for name, tensor in tensors.items()}
     save_tensors(copies, folder / _WEIGHTS_NAME, {"format": "pt"})
     config = _config(model, recipe, layers, saved, task_type) | {"trainable_token_indices": tokens or None}
     (folder / ADAPTER_CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return folder / _WEIGHTS_NAME
 
 
-def _wrapper(model: nn.Module, parameter: str, adapted: Collection[str]) -> str:
-    """Return the name of PEFT's wrapper of a parameter of a module; wrappers of later parameters lie around it."""
-    owner = owner_of(parameter)
-    names = [f"{owner}.{name}" for name, _ in model.get_submodule(owner).named_parameters(recurse=False)]
-    later = [name for name in names[names.index(parameter) + 1 :] if name in adapted]
+def layer_of_peft(weight: str, adapted: Sequence[str]) -> str:
+    """Return the name of PEFT's layer with the product of a weight.
+
+    Layers of later parameters of a module lie around it. `adapted` are all weights with products, in the model's order.
+    """
+    owner = owner_of(weight)
+    later = [name for name in adapted[adapted.index(weight) + 1 :] if owner_of(name) == owner]
     return owner + ".base_layer" * len(later)
 
 
