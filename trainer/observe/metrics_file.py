@@ -34,6 +34,7 @@ from trainer.observe.observer import Observer
 from trainer.observe.records import BadStepRecord, EndRecord, EvaluationRecord, LoggedRecord, RunInfo, StepRecord
 
 METRICS_FILE_NAME = "metrics.jsonl"
+STAGE_FILE_NAME = "stage.json"  # beside it in the folder of each of several trainings of a recipe
 
 _NON_FINITE = ("NaN", "Infinity", "-Infinity")
 _MOST_DIGITS = 20  # of an integer; a longer one exceeds the range of floats in time

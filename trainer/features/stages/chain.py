@@ -18,7 +18,7 @@ from trainer.features.stages.stage import Stage, StageTrees
 from trainer.features.stages.work import do_work
 from trainer.launch.local import plan_start, run_or_join
 from trainer.launch.rank_job import set_threads
-from trainer.observe.metrics_file import METRICS_FILE_NAME
+from trainer.observe.metrics_file import METRICS_FILE_NAME, STAGE_FILE_NAME
 from trainer.ranks.environment import LaunchEnvironment, detect
 from trainer.ranks.stopping import StopRequest, stop_before_training
 from trainer.recipe.plan import plan_run
@@ -192,7 +192,7 @@ class StageChain:
                 f"`checkpoint.folder` is {folder}, which holds a run of a recipe without `stages`; name another folder"
             )
         own = [stage.folder for stage in self._listed]
-        for found in sorted(folder.glob(f"[0-9]*-*/{evidence.STAGE_FILE}")):
+        for found in sorted(folder.glob(f"[0-9]*-*/{STAGE_FILE_NAME}")):
             if found.parent not in own:
                 raise UsageError(
                     f"`checkpoint.folder` is {folder}, where {found.parent.name} is a stage that the recipe does not"

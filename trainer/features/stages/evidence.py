@@ -13,9 +13,9 @@ from typing import Any
 from trainer.base.disk import replace_text
 from trainer.base.errors import UsageError
 from trainer.checkpoint.identity import identity
+from trainer.observe.metrics_file import STAGE_FILE_NAME
 from trainer.recipe.schema import Recipe
 
-STAGE_FILE = "stage.json"
 _HOW_DATA = ("num_workers", "preparation_processes", "cache", "validation")
 
 
@@ -59,7 +59,7 @@ def read(folder: Path) -> Mapping[str, Any]:
     Raises:
         UsageError: the file is damaged.
     """
-    file = folder / STAGE_FILE
+    file = folder / STAGE_FILE_NAME
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -88,4 +88,4 @@ def finish(folder: Path, facts: Mapping[str, Any]) -> None:
 
 
 def _write(folder: Path, content: Mapping[str, Any]) -> None:
-    replace_text(folder / STAGE_FILE, json.dumps(content, indent=1) + "\n")
+    replace_text(folder / STAGE_FILE_NAME, json.dumps(content, indent=1) + "\n")

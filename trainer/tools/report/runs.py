@@ -14,7 +14,7 @@ from trainer.base.owned_lock import OwnedLock
 from trainer.checkpoint.names import saved_steps
 from trainer.checkpoint.owner import OWNER_FILE
 from trainer.observe.heartbeat import read_statuses
-from trainer.observe.metrics_file import METRICS_FILE_NAME
+from trainer.observe.metrics_file import METRICS_FILE_NAME, STAGE_FILE_NAME
 from trainer.observe.records import EvaluationRecord
 from trainer.observe.summary import format_decimal
 from trainer.tasks.metrics.table import merit
@@ -126,7 +126,7 @@ def read_runs(folders: Sequence[Path], state: str | None = None) -> list[Run]:
 
 def stage_folders(folder: Path) -> list[Path]:
     """Return the folders of the stages that were trained in the folder of a recipe; empty: it has none."""
-    return sorted(file.parent for file in folder.glob("[0-9][0-9]-*/stage.json") if has_metrics(file.parent))
+    return sorted(file.parent for file in folder.glob(f"[0-9][0-9]-*/{STAGE_FILE_NAME}") if has_metrics(file.parent))
 
 
 def has_metrics(folder: Path) -> bool:
