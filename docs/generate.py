@@ -413,7 +413,8 @@ def throughput_by_default(figures: Mapping[str, Any]) -> str:
 def operations(figures: Mapping[str, Mapping[str, float]], layers: Mapping[str, Mapping[str, float]]) -> str:
     """Return a table of trainings and layouts: our operations, those of the plain loop, and the ratio of bytes.
 
-    Models with a step in which the host waits have both numbers of waits, too.
+    Models with a step in which the host waits have both numbers of waits, too. Rows with a form of the model's authors
+    have its operations, and our bytes divided by its bytes.
 
     Steps on one process in bf16 also have their kernels and bytes with compiled layers, from those of `layers`.
     """
@@ -423,7 +424,8 @@ def operations(figures: Mapping[str, Mapping[str, float]], layers: Mapping[str, 
         model, task, precision, layout, *more = name.split(", ")
         cells = found.setdefault(", ".join([model, task, precision, *more]), {})
         waits = f"; {row['waits']} of {row['plain_waits']} waits" if model in waiting else ""
-        cells[layout] = f"{row['operations']:,} of {row['plain_operations']:,}, {row['bytes_ratio']:.2f}{waits}"
+        own = f"; own form {row['own_operations']:,}, {row['own_bytes_ratio']:.2f}" if "own_operations" in row else ""
+        cells[layout] = f"{row['operations']:,} of {row['plain_operations']:,}, {row['bytes_ratio']:.2f}{own}{waits}"
         of_model = [layer for name, layer in layers.items() if name.partition(",")[0] == model]
         if of_model and (precision, layout, more) == ("bf16", "one process", []):
             kernels, gigabytes = compiled_step(row, of_model)

@@ -1,5 +1,7 @@
 """Operations and bytes of one optimizer step on a GPU, counted on fake tensors: ours and a plain loop of transformers.
 
+ModernBERT without padding is also counted in the form of its authors' repository (`own_form.py`).
+
 Counted are the operations below autograd that start work on a device, and collectives; views are not. Bytes are those
 that the operations read and write, without collectives. Waits are those of the host for values of the device: copies
 to the host, and answers of operations such as `item`. No GPU is needed. From the root of the repository:
@@ -13,9 +15,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -39,9 +42,11 @@ from transformers import (
 from transformers.integrations import moe
 
 from tests.benchmarks.gpu import BASE, LLAMA, MASKED, MODERN
+from tests.benchmarks.own_form import OwnForm, joined_loss
 from trainer.engine import forward
 from trainer.engine.ddp import wrap_ddp
 from trainer.models.families.table import layers_of
+from trainer.parallel.microbatch import Microbatch
 from trainer.recipe.plan import RunPlan, plan_run
 from trainer.recipe.schema import Recipe
 from trainer.tools.plan.ledger import Ledger, Totals
@@ -102,6 +107,11 @@ class Case:
     def is_flat(self) -> bool:
         """Whether the layers process tokens without padding."""
         return bool(self.keys.get("data", {}).get("padding_free"))
+
+    @property
+    def has_own_form(self) -> bool:
+        """Whether the authors' repository has a form of this training."""
+        return self.is_flat and self.layout != "context 2"
 
     @property
     def name(self) -> str:
@@ -176,6 +186,11 @@ class Count:
     num_bytes: Mapping[str, int]
     waits: int
 
+    @property
+    def sums(self) -> tuple[int, int]:
+        """All operations, and all bytes."""
+        return sum(self.number.values()), sum(self.num_bytes.values())
+
     @classmethod
     def of(cls, totals: Totals) -> Count:
         """Return the counts of totals, without views."""
@@ -196,13 +211,32 @@ def ours(case: Case) -> Count:
 
 
 def plain(case: Case) -> Count:
-    """Count a step of transformers' model in a plain loop: autocast, clipping, torch's fused AdamW.
+    """Count a step of transformers' model in a plain loop.
 
-    Dropout is torch's fused kernel, and attention torch's fused one with its own dropout. Each rank has all experts,
-    and casts their weights to bf16 for each product: the grouped product of transformers refuses fp32 under autocast.
+    Each rank has all experts, and casts their weights to bf16 for each product: the grouped product of transformers
+    refuses fp32 under autocast.
     """
     if case.layout == "context 2":  # transformers has no loop for it; half of the rows are as many tokens of a rank
         case = replace(case, layout="one process", rows=case.rows // 2)
+    return _loop(case, lambda model: model, lambda call, one: call(**one.inputs, labels=one.labels).loss)
+
+
+def own_form(case: Case) -> Count:
+    """Count a step of the form of ModernBERT in its authors' repository, in the same loop."""
+    return _loop(case, partial(OwnForm, longest=case.length), joined_loss)
+
+
+def _loop(
+    case: Case, form: Callable[[nn.Module], nn.Module], loss_of: Callable[[Any, Microbatch], torch.Tensor]
+) -> Count:
+    """Count a step of a loop: autocast, clipping, torch's fused AdamW.
+
+    Dropout is torch's fused kernel, and attention torch's fused one with its own dropout.
+
+    Args:
+        form: returns the module to call, from transformers' model.
+        loss_of: returns the loss of a microbatch by that module.
+    """
     plan = case.plan()
     recipe, task, layout = plan.recipe, planned_task(plan), case.layout
     is_ddp = layout in ("ddp", "expert 2")
@@ -213,11 +247,12 @@ def plain(case: Case) -> Count:
         with mock.patch.object(PreTrainedModel, "initialize_weights"):  # draws again until all values are in a range
             model = _CLASSES[case.task].from_config(config, attn_implementation="sdpa").train()
         model.config.use_cache = False
+        layers, model = layers_of(model).values(), form(model)
         call: Any = model
         if is_ddp:
             call = wrap_ddp(model, mesh)
         elif layout == "fsdp":
-            for part in (*layers_of(model).values(), model):
+            for part in (*layers, model):
                 fully_shard(part, mesh=mesh.device_mesh["dp_shard"])
         elif layout != "one process":
             _split(model, mesh.device_mesh["tp"])
@@ -236,7 +271,7 @@ def plain(case: Case) -> Count:
                     call.require_backward_grad_sync = index == len(batch.microbatches) - 1
                 cast = torch.autocast("cpu", torch.bfloat16) if case.precision == "bf16" else nullcontext()
                 with cast:
-                    loss = call(**microbatch.inputs, labels=microbatch.labels).loss / len(batch.microbatches)
+                    loss = loss_of(call, microbatch) / len(batch.microbatches)
                 loss.backward()
             for group in groups:
                 nn.utils.clip_grad_norm_(group, 1.0, foreach=True)
@@ -278,25 +313,20 @@ def _fused_kernels() -> Iterator[None]:
         yield
 
 
-def side_by_side(first: Count, second: Count, most: int) -> Iterator[str]:
+def side_by_side(counts: Mapping[str, Count], most: int) -> Iterator[str]:
     """Yield the lines of a table of operations by name, the most frequent ones first."""
-    yield "| operation | ours | MB | plain | MB |"
-    yield "|---|---|---|---|---|"
-    names = sorted(
-        first.number.keys() | second.number.keys(),
-        key=lambda name: -max(first.number.get(name, 0), second.number.get(name, 0)),
-    )
-    for name in names[:most]:
-        numbers = [(count.number.get(name, 0), count.num_bytes.get(name, 0) / 1e6) for count in (first, second)]
+    yield f"| operation | {' | '.join(f'{name} | MB' for name in counts)} |"
+    yield "|---" * (1 + 2 * len(counts)) + "|"
+    names = dict.fromkeys(name for count in counts.values() for name in count.number)
+    for name in sorted(names, key=lambda name: -max(count.number.get(name, 0) for count in counts.values()))[:most]:
+        numbers = [(count.number.get(name, 0), count.num_bytes.get(name, 0) / 1e6) for count in counts.values()]
         yield f"| {name} | {' | '.join(f'{number:,} | {moved:,.0f}' for number, moved in numbers)} |"
 
 
-def figures(first: Count, second: Count) -> dict[str, float]:
-    """Return the figures of a row: operations, gigabytes and waits of both, and ratios of the first two."""
-    (ours_number, plain_number), (ours_bytes, plain_bytes) = (
-        (sum(getattr(first, key).values()), sum(getattr(second, key).values())) for key in ("number", "num_bytes")
-    )
-    return {
+def figures(first: Count, second: Count, own: Count | None = None) -> dict[str, float]:
+    """Return the figures of a row: operations, gigabytes and waits of each loop, and ratios of ours to the others'."""
+    (ours_number, ours_bytes), (plain_number, plain_bytes) = first.sums, second.sums
+    found = {
         "operations": ours_number,
         "plain_operations": plain_number,
         "gigabytes": round(ours_bytes / 1e9, 1),
@@ -306,6 +336,11 @@ def figures(first: Count, second: Count) -> dict[str, float]:
         "waits": first.waits,
         "plain_waits": second.waits,
     }
+    if own is not None:
+        number, num_bytes = own.sums
+        found |= {"own_operations": number, "own_gigabytes": round(num_bytes / 1e9, 1), "own_waits": own.waits}
+        found |= {"own_bytes_ratio": round(ours_bytes / num_bytes, 3)}
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -318,10 +353,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = json.loads(STORED.read_text(encoding="utf-8")) if STORED.exists() else {}
     for index in options.rows:
         case = known[index]
-        counts = ours(case), plain(case)
-        found[case.name] = figures(*counts)
+        counts = {"ours": ours(case), "plain": plain(case)}
+        if case.has_own_form:
+            counts["own form"] = own_form(case)
+        found[case.name] = figures(*counts.values())
         print(index, case.name, found[case.name], flush=True)
-        for line in side_by_side(*counts, options.top) if options.top else ():
+        for line in side_by_side(counts, options.top) if options.top else ():
             print(line)
         if options.store:
             kept = {case.name: found[case.name] for case in known if case.name in found}
