@@ -27,7 +27,7 @@ def tokenizer(
     ] = None,
     size: Annotated[int, count("Tokens of the vocabulary, with the special ones.")] = 32_000,
     text: Annotated[str | None, value("Column of texts; default: `text`, or the only one.", "COLUMN")] = None,
-    recipe: Annotated[bool, flag("DATA is a recipe: its training rows, also of a stream.", "--recipe")] = False,
+    recipe: Annotated[bool, flag("DATA is a recipe with overrides: its training rows.", "--recipe")] = False,
     min_frequency: Annotated[int, count("Fewest occurrences of a pair that is joined.")] = 2,
     lowercase: Annotated[bool | None, typer.Option(help="Write small letters; default: for bert alone.")] = None,
     max_length: Annotated[int | None, count("Most tokens that its models take; default: no limit.")] = None,
@@ -48,9 +48,12 @@ def tokenizer(
         from trainer.recipe.reading.loading import load_recipe
         from trainer.tools.tokenizer.recipe_texts import RecipeTexts
 
-        if len(data) > 1 or text is not None:
-            raise UsageError("`--recipe` takes one recipe, which names the columns of texts; drop the rest, and --text")
-        texts = RecipeTexts(load_recipe(data[0]).recipe)
+        if text is not None or (others := [word for word in data[1:] if "=" not in word]):
+            what = "--text" if text is not None else others[0]
+            raise UsageError(
+                f"`--recipe` takes one recipe, which names the columns of texts, and overrides; drop {what}"
+            )
+        texts = RecipeTexts(load_recipe(data[0], data[1:]).recipe)
     report = train_tokenizer(request, texts)
     if as_json:
         print_json(report)

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from trainer.base.errors import DataError, TrainerError, UsageError
 from trainer.cli.program import answer
+from trainer.tools.tokenizer import training
 from trainer.tools.tokenizer.families import FAMILIES
 from trainer.tools.tokenizer.training import TokenizerRequest, train_tokenizer
 
@@ -188,18 +189,31 @@ def test_unknown_characters_are_counted(tmp_path):
         ({"data": ("empty.txt",)}, DataError, "`DATA` must hold a text, but empty.txt has none"),
         ({"data": ("texts.doc",)}, DataError, "must have an ending such as .txt"),
         ({"output": Path("texts.txt")}, UsageError, "`OUT` must name a new folder, but texts.txt exists"),
+        ({"size": 10**20}, UsageError, "`--size` must be at most 10,000,000, but is 100,000,000,000,000,000,000"),
+        ({"min_frequency": 10**20}, UsageError, "`--min-frequency` must be at most 10,000,000"),
+        ({"data": ("texts.txt",), "text": "a"}, UsageError, "`--text` is a, but lines of texts have no columns"),
+        ({"data": ("nulls.jsonl",)}, DataError, "`DATA` must hold a text, but nulls.jsonl has none"),
     ],
 )
 def test_errors(data, monkeypatch, keys, kind, problem):
     monkeypatch.chdir(data.parent)
     Path("empty.txt").write_text("\n \n")
     Path("texts.doc").write_text("words")
+    Path("nulls.jsonl").write_text('{"text": null, "n": 1}\n')
     Path("rows.jsonl").write_text(json.dumps({"a": "one", "b": "two"}) + "\n")
     of_rows = "text" in keys or not keys
     given: dict[str, Any] = {"data": ("rows.jsonl" if of_rows else "texts.txt",), "output": Path("out"), **keys}
     with pytest.raises(kind, match=problem):
         train_tokenizer(TokenizerRequest(**given))
     assert not Path("out").exists()
+
+
+def test_a_folder_that_another_process_has_written_stays(data, monkeypatch):
+    out = data.parent / "out"
+    monkeypatch.setattr(training, "shares", lambda *_: out.mkdir())
+    with pytest.raises(UsageError, match="`OUT` must name a new folder"):
+        train_tokenizer(TokenizerRequest((str(data),), out, size=200))
+    assert not list(out.iterdir())
 
 
 def test_urls_are_read_one_after_the_other(data):
@@ -236,6 +250,7 @@ def test_the_texts_of_a_recipe_give_the_tokenizer_of_its_files(tmp_path, keys):
     (tmp_path / "recipe.json").write_text(json.dumps(recipe))
     train_tokenizer(TokenizerRequest([str(tmp_path / "train.jsonl")], tmp_path / "files", size=80))
     words = ["tokenizer", str(tmp_path / "recipe.json"), str(tmp_path / "recipe"), "--size", "80", "--recipe"]
+    words.insert(2, "data.max_length=8")
     assert answer(words) == 0
     files, ours = ((tmp_path / name / "tokenizer.json").read_text() for name in ("files", "recipe"))
     assert ours == files

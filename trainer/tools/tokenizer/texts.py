@@ -101,6 +101,8 @@ class Texts:
             yield text
 
     def _all(self) -> Iterator[str]:
+        if self.column is not None and all(ending(Path(place)) in _LINES for place in self.places):
+            raise UsageError(f"`--text` is {self.column}, but lines of texts have no columns; leave it out")
         for place in self.places:
             with _on_disk(place) as path:
                 where = f"`{without_secrets(place)}`"
@@ -132,6 +134,8 @@ class Texts:
     def _column_of(self, row: Row, where: str) -> str:
         if self.column is None:
             texts = [name for name, value in row.items() if isinstance(value, str)]
+            # The first text may be null.
+            texts += ["text"] if row.get("text", "") is None else []
             if "text" not in texts and len(texts) != 1:
                 raise DataError(
                     f"`--text` must name the column of texts, because {where} has"

@@ -23,6 +23,7 @@ from trainer.tools.tokenizer.texts import Texts, places_of, shares
 
 REPORT = "report.json"
 _BYTES = 256
+_MOST = 10_000_000  # a trainer reserves memory for all tokens that it may make
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,13 @@ def train_tokenizer(request: TokenizerRequest, texts: Texts | None = None) -> di
 
     Raises:
         DataError: the data have no text, or cannot be read.
-        UsageError: the output exists, or the size does not hold the alphabet of the texts.
+        UsageError: the output exists, a number is too large, or the size does not hold the alphabet of the texts.
     """
     output, shape = request.output, request.shape
-    if os.path.lexists(output):
-        raise UsageError(f"`OUT` must name a new folder, but {output} exists; name another, or remove it")
+    _require_new(output)
+    for key, number in (("--size", request.size), ("--min-frequency", request.min_frequency)):
+        if number > _MOST:
+            raise UsageError(f"`{key}` must be at most {_MOST:,}, but is {number:,}; lower it")
     if shape.kind != "bpe" and shape.unknown in (None, shape.family.tokens.get("eos_token")):
         raise UsageError(
             f"`--kind` {shape.kind} needs a token for unknown characters, but `--family` {shape.family_name} has none;"
@@ -145,6 +148,11 @@ def _fitted(request: TokenizerRequest, shape: TokenizerShape, texts: Texts, trai
     return tokenizer
 
 
+def _require_new(output: Path) -> None:
+    if os.path.lexists(output):
+        raise UsageError(f"`OUT` must name a new folder, but {output} exists; name another, or remove it")
+
+
 def _no_text(request: TokenizerRequest) -> DataError:
     return DataError(f"`DATA` must hold a text, but {', '.join(request.data)} has none; name other files")
 
@@ -167,6 +175,7 @@ def _written(tokenizer: Any, report: dict[str, Any], output: Path) -> dict[str, 
                 tokenizer.save_pretrained(new)
             report["sha256"] = file_digest(new / "tokenizer.json")
             (new / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+            _require_new(output)  # another process may have written it since the start
             replace_folder(new, output)
     except OSError as error:
         raise storage_error(
