@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -21,6 +23,7 @@ from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.schema import FileData
 from trainer.tools.encode import encoding
 from trainer.tools.encode.encoding import EncodeRequest, encode_recipe
+from trainer.tools.encode.writers import WRITERS
 from trainer.training.run import run
 
 GPT2 = {
@@ -222,9 +225,28 @@ def test_errors(tmp_path):
     labelled = write_tiny_run(tmp_path / "labelled")
     with pytest.raises(UsageError, match=r"`task.type` must read token ids of one column of texts, but is sequence"):
         encoded(labelled, tmp_path / "other")
+    for text in ("[]", "{"):
+        (tmp_path / "out" / "plan.json").write_text(text)
+        with pytest.raises(UsageError, match="begun with other tokenizer, task or length"):
+            encoded(recipe, tmp_path / "out")
+    blank = recipe_of(tmp_path / "blank", "causal_lm")
+    (tmp_path / "blank" / "train.jsonl").write_text('{"text": ""}\n' * 3)
+    with pytest.raises(DataError, match=r"train.jsonl. must hold a text with a token, but column `text` has none"):
+        encoded(blank, tmp_path / "none")
     (tmp_path / "train.jsonl").write_text('{"text": null}\n{"text": "word1"}\n')
     with pytest.raises(DataError, match=r"column `text`, row 1 of .*train.jsonl. is null"):
         encoded(recipe, tmp_path / "other")
+
+
+@pytest.mark.parametrize("to", WRITERS)
+def test_a_full_disk_keeps_no_part_of_a_shard(tmp_path, monkeypatch, to):
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(WRITERS[to], "close", full)
+    with pytest.raises(TrainerError, match=r"`OUT` .* cannot be written: No space left on device; make room"):
+        encoded(recipe_of(tmp_path, "masked_lm"), tmp_path / "out", to=to, num_processes=1)
+    assert {path.name for path in (tmp_path / "out").iterdir()} <= {"plan.json", ".lock"}
 
 
 def test_the_verb_shows_figures_and_the_next_command(tmp_path, capsys):

@@ -125,6 +125,11 @@ def encode_recipe(resolved: ResolvedRecipe, request: EncodeRequest) -> dict[str,
         with FileLock(folder / ".lock", timeout=0):
             encoder = _Encoder(folder, request.to, len(tokenizer), encoding)
             records = _records(encoder, shards, request.num_processes or available_cores())
+            if not sum(record["rows"] for name, record in records.items() if name.startswith("train-")):
+                raise DataError(
+                    f"{splits.train.where} must hold a text with a token, but column `{task.columns[0]}` has none; name"
+                    " another column"
+                )
             found = _description(records, recipe, request, fit, str(tokenizer.name_or_path))
             _write_json(folder / ENCODED, {**found, "made_by": resolved.recipe.model_dump(mode="json")})
             values = _training(resolved.recipe, folder, request.to, [one.name for one in shards])
@@ -237,6 +242,7 @@ def _begin(folder: Path, plan: Mapping[str, Any]) -> None:
         begun = json.loads(place.read_text(encoding="utf-8"))
     except ValueError:
         begun = {}
+    begun = begun if isinstance(begun, dict) else {}
     for key, words in (("fit", "tokenizer, task or length"), ("to", "`--to`"), ("shards", "texts or `--shard-rows`")):
         if begun.get(key) != plan[key]:
             raise UsageError(

@@ -46,9 +46,13 @@ class ShardWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
-        for new in self.new_paths if kind is not None else ():
-            new.unlink(missing_ok=True)
+        is_whole = False
+        try:
+            self.close()
+            is_whole = kind is None
+        finally:  # the disk may be full
+            for new in () if is_whole else self.new_paths:
+                new.unlink(missing_ok=True)
 
 
 class ParquetShard(ShardWriter):
