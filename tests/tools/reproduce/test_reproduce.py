@@ -7,6 +7,7 @@ import math
 import re
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,12 @@ from scipy.stats import ttest_1samp
 from tests.helpers import warm
 from tests.helpers.processes import finish
 from tests.helpers.tiny_run import write_tiny_run
-from trainer.base.errors import RecipeError, UsageError
+from trainer.base.errors import ExitCode, RecipeError, TrainerError, UsageError
 from trainer.checkpoint.identity import identity
 from trainer.recipe.reading.files import read_file
 from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.reading.shipped import shipped_recipes
+from trainer.tools.compare.seeds import SeededRecipe
 from trainer.tools.reproduce.reproduce import Reproduced, ReproduceRequest, reproduce
 
 EXPECTED = {"accuracy": [0.0, 1.0], "source": "this test", "seeds": 2}
@@ -100,12 +102,39 @@ class TestTheVerdict:
         ({}, "`expects` of .* is null"),
         ({"expects": {"f1": [0, 1], "source": "x"}}, "`expects.f1` needs a metric that is not evaluated"),
         ({"expects": EXPECTED, "training": {"stop_at_step": 2}}, "`training.stop_at_step` of tiny is set"),
+        ({"expects": EXPECTED, "evaluation": {"every": None}}, "`evaluation.every` of tiny is null"),
     ],
 )
 def test_a_recipe_without_a_result_is_refused(tmp_path: Path, sections: dict, problem: str):
     recipe = write_tiny_run(tmp_path, **sections)
     with pytest.raises(UsageError, match=problem):
         reproduce(ReproduceRequest(str(recipe), (), None, 1, tmp_path / "out"), print)
+
+
+def test_damaged_records_are_trained_again_and_failures_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    recipe, starts = write_tiny_run(tmp_path, expects=EXPECTED), list[int]()
+
+    def trained(one: SeededRecipe, seed: int, place: Path) -> None:
+        starts.append(seed)
+        if seed == 43:
+            raise UsageError("no such data; name others")
+        (place / "metrics.jsonl").write_text('{"step": 1, "eval": {"accuracy": 0.5}}\n')
+
+    monkeypatch.setattr(SeededRecipe, "_train", trained)
+    request = ReproduceRequest(str(recipe), (), None, 1, tmp_path / "out")
+    damages: list[Callable[[Path], object]] = [lambda _: None, lambda file: file.write_text("x\n"), Path.unlink]
+    for number, damage in enumerate(damages):
+        for file in tmp_path.glob("out/seeds/*/42/metrics.jsonl"):
+            damage(file)
+        assert reproduce(request, print) == ExitCode.FAILED
+        assert starts.count(42) == number + 1
+    found = json.loads((tmp_path / "out" / "reproduce.json").read_text())
+    assert found["seeds"] == {"42": {"accuracy": 0.5}}
+    assert found["reason"] == "no such data; name others"
+    (tmp_path / "out" / "reproduce.html").unlink()
+    (tmp_path / "out" / "reproduce.html").mkdir()
+    with pytest.raises(TrainerError, match=r"`--output` is .*, which cannot be written"):
+        reproduce(request, print)
 
 
 @pytest.mark.parametrize(

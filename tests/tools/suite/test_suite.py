@@ -40,6 +40,7 @@ def test_glue_has_its_eight_tasks():
     [
         ('{"name": "x", "recipes": []}', "recipes"),
         ('{"name": "x", "recipes": [{"recipe": "bert_sample", "override": {}}]}', "override"),
+        ('{"name": "x", "recipes": [{"recipe": "bert_sample", "scale": 0}]}', "`recipes.0.scale`: .* greater than 0"),
         ('{"recipes": ["bert_sample"]}', "name"),
         ('["bert_sample"]', "SUITE"),
         ('{"name": "x", "recipes": ["bert_sample", "bert_sample"]}', "more than once; give each entry a `name`"),

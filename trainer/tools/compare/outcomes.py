@@ -9,7 +9,6 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from trainer.base.disk import replace_text
 from trainer.base.errors import UsageError
 from trainer.base.text import aligned
 from trainer.observe.metrics_file import encode_number
@@ -17,7 +16,7 @@ from trainer.observe.summary import format_decimal
 from trainer.recipe.schema import Recipe
 from trainer.tasks.metrics.table import greater_is_better
 from trainer.tools.compare.contestants import Contestant
-from trainer.tools.compare.seeds import SeededRecipe, finished, interval, train_all
+from trainer.tools.compare.seeds import SeededRecipe, finished, interval, train_all, write_results
 from trainer.tools.compare.turns import first_line
 from trainer.tools.report.page import Section, Table, render
 
@@ -78,10 +77,11 @@ def compare_outcomes(
     lines = [*_lines(outcomes, metric)]
     content = {**facts, "metric": metric, "larger_is_better": greater_is_better(metric)}
     content["results"] = [one.as_object() for one in outcomes]
-    replace_text(folder / "compare.json", json.dumps(content, indent=2, allow_nan=False) + "\n")
     table = Table(("", metric, "difference", "verdict"), [_cells(one, outcomes[0], metric) for one in outcomes])
     notes = [line for line in lines if not line.startswith(" ")]
-    replace_text(folder / "compare.html", render(f"Comparison of {recipe}", [Section("Metrics", [table, *notes])]))
+    page = render(f"Comparison of {recipe}", [Section("Metrics", [table, *notes])])
+    text = json.dumps(content, indent=2, allow_nan=False) + "\n"
+    write_results(folder, {"compare.json": text, "compare.html": page})
     echo("")
     for line in lines:
         echo(line)

@@ -50,6 +50,10 @@ class SeededRecipe:
     def __post_init__(self) -> None:
         if self.loaded.data.validation is None:
             raise UsageError(f"`data.validation` of {self.name} is null, but seeds compare metrics; name a split")
+        if self.loaded.evaluation.every is None:
+            raise UsageError(
+                f"`evaluation.every` of {self.name} is null, but seeds compare metrics; set a number of steps or epochs"
+            )
         if self.loaded.training.stop_at_step is not None:
             raise UsageError(
                 f"`training.stop_at_step` of {self.name} is set, but runs of seeds train to their end; set"
@@ -66,10 +70,6 @@ class SeededRecipe:
         """The metric that selects the best model."""
         return self.loaded.evaluation.best or self.loaded.task.selecting[0]
 
-    def seeds(self, number: int) -> list[int]:
-        """Return seeds, from that of the recipe on."""
-        return [self.loaded.training.seed + one for one in range(number)]
-
     def train(self, seed: int, folder: Path) -> Mapping[str, float]:
         """Train with a seed below a folder, unless it is complete, and return the metrics of the last evaluation.
 
@@ -78,18 +78,21 @@ class SeededRecipe:
             KeyboardInterrupt: a signal; the next call goes on from a checkpoint.
         """
         place = folder / "seeds" / f"{folder_name(self.name)}-{self._digest[:8]}" / str(seed)
-        if not (place / COMPLETE).exists():
-            try:
-                place.mkdir(parents=True, exist_ok=True)
-                self._train(seed, place)
-                _keep_records(place)
-            except OSError as error:
-                raise storage_error(f"`--output` is {folder}, which cannot be written: {error}", error) from error
+        is_complete = (place / COMPLETE).exists()
+        if is_complete and (found := _last_metrics(place)) is not None:
+            return found
+        try:
+            if is_complete:  # and its records are damaged
+                shutil.rmtree(place)
+            place.mkdir(parents=True, exist_ok=True)
+            self._train(seed, place)
+            _keep_records(place)
             replace_text(place / COMPLETE, json.dumps({"overrides": list(self.words)}) + "\n")
-        evaluations = read_metrics(place / METRICS_FILE_NAME).evaluations
-        if not evaluations:
-            raise UsageError(f"{self.name} ended without an evaluation; set evaluation.every to at most its steps")
-        return evaluations[-1].metrics
+        except OSError as error:
+            raise storage_error(f"`--output` is {folder}, which cannot be written: {error}", error) from error
+        if (found := _last_metrics(place)) is None:
+            raise UsageError(f"{place / METRICS_FILE_NAME} must hold an evaluation, but has none; start again")
+        return found
 
     def _train(self, seed: int, place: Path) -> None:
         tiers = (row.name for row in registered("tier"))  # copies elsewhere
@@ -111,6 +114,14 @@ class SeededRecipe:
         """A digest of all that decides the metrics, so that other recipes, files and versions have other folders."""
         own = self.loaded.model_dump(mode="json", exclude={"checkpoint", "logging", "expects"})
         return digest_of([own, _files(own), self.processes, versions(), source_digest()])
+
+
+def _last_metrics(place: Path) -> Mapping[str, float] | None:
+    """Return the metrics of the last evaluation of a run; None: there is none that can be read."""
+    try:
+        return read_metrics(place / METRICS_FILE_NAME).evaluations[-1].metrics
+    except (OSError, UsageError, IndexError):
+        return None
 
 
 def _files(values: Mapping[str, Any]) -> list[tuple[str, int, int]]:
@@ -164,7 +175,7 @@ def train_all(
             for place, one in enumerate(recipes):
                 if place in reasons:
                     continue
-                seed = one.seeds(number)[turn]
+                seed = one.loaded.training.seed + turn
                 try:
                     found = scores[place][seed] = one.train(seed, folder)
                     text = ", ".join(f"{name} {format_decimal(found[name])}" for name in metrics or [one.metric])
@@ -175,6 +186,23 @@ def train_all(
         echo("interrupted; these are the complete runs, and the same command continues")
         return Trained(scores, reasons, is_interrupted=True)
     return Trained(scores, reasons, is_interrupted=False)
+
+
+def write_results(folder: Path, files: Mapping[str, str]) -> None:
+    """Write the results of a command, the text of each file by its name.
+
+    Raises:
+        TrainerError: the folder cannot be written.
+    """
+    try:
+        for name, text in files.items():
+            replace_text(folder / name, text)
+    except OSError as error:
+        raise storage_error(
+            f"`--output` is {folder}, which cannot be written: {error}; make room, or change its permissions, and start"
+            " the same command again: it keeps the complete runs",
+            error,
+        ) from error
 
 
 def finished(trained: Trained, is_good: bool) -> int:

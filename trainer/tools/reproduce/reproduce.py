@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.base.disk import replace_text
 from trainer.base.errors import UsageError
 from trainer.base.text import aligned
 from trainer.launch.local import number_of_ranks
@@ -16,7 +15,7 @@ from trainer.observe.metrics_file import encode_number, encode_numbers
 from trainer.observe.summary import format_decimal
 from trainer.ranks.environment import detect
 from trainer.recipe.reading.loading import load_recipe
-from trainer.tools.compare.seeds import SeededRecipe, finished, interval, shown, train_all
+from trainer.tools.compare.seeds import SeededRecipe, finished, interval, shown, train_all, write_results
 from trainer.tools.expected import SEEDS, SOURCE
 from trainer.tools.report.page import Section, Table, render
 
@@ -117,6 +116,7 @@ def reproduce(request: ReproduceRequest, echo: Callable[[str], None]) -> int:
         "processes": one.processes,
         "source": expects[SOURCE],
         "seeds": {str(seed): encode_numbers(values) for seed, values in scores.items()},
+        "reason": trained.reasons.get(0),
         "rule": _RULE,
     }
     _write(folder, loaded.name, found, facts)
@@ -128,13 +128,14 @@ def reproduce(request: ReproduceRequest, echo: Callable[[str], None]) -> int:
 
 def _write(folder: Path, name: str, found: Sequence[Reproduced], facts: Mapping[str, Any]) -> None:
     results = {row.metric: row.as_object() for row in found}
-    replace_text(folder / JSON, json.dumps({**facts, "metrics": results}, indent=2, allow_nan=False) + "\n")
     table = Table(("", "measured", "expected", "verdict"), [_cells(row) for row in found])
     seeds = facts["seeds"]
     rows = [(row.metric, *(format_decimal(value) for value in row.values)) for row in found]
     values = Table(("", *(f"seed {seed}" for seed in seeds)), rows)
     notes = [f"Source: {facts['source']}.", *_notes(facts), _RULE]
-    replace_text(folder / PAGE, render(f"Reproduction of {name}", [Section("Metrics", [table, values, *notes])]))
+    page = render(f"Reproduction of {name}", [Section("Metrics", [table, values, *notes])])
+    text = json.dumps({**facts, "metrics": results}, indent=2, allow_nan=False) + "\n"
+    write_results(folder, {JSON: text, PAGE: page})
 
 
 def _lines(found: Sequence[Reproduced], facts: Mapping[str, Any]) -> Iterator[str]:
@@ -147,6 +148,8 @@ def _lines(found: Sequence[Reproduced], facts: Mapping[str, Any]) -> Iterator[st
 
 
 def _notes(facts: Mapping[str, Any]) -> Iterator[str]:
+    if facts["reason"]:
+        yield f"failed: {facts['reason']}"
     if facts["overrides"]:
         yield f"with {' '.join(facts['overrides'])}, which the source may not have"
 

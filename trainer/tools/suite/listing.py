@@ -82,7 +82,10 @@ def read_suite(source: str) -> tuple[Suite, Path]:
 
 def _in_words(error: ValidationError) -> str:
     """Return the first problem of a list with its place."""
-    first = error.errors(include_url=False)[0]
+    # An entry that is no text is one with keys.
+    found = error.errors(include_url=False)
+    fitting = (one for one in found if one["loc"][-1:] != ("constrained-str",) or isinstance(one["input"], str))
+    first = next(fitting, found[0])
     path: Sequence[Any] = [part for part in first["loc"] if part not in ("Entry", "constrained-str")]
     return (
         f"`{'.'.join(map(str, path)) or 'SUITE'}`: {first['msg'].lower()}; write"

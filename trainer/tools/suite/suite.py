@@ -9,7 +9,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from trainer.base.disk import replace_text
 from trainer.base.errors import UsageError
 from trainer.base.text import aligned
 from trainer.launch.local import number_of_ranks
@@ -17,7 +16,7 @@ from trainer.observe.metrics_file import encode_number, encode_numbers
 from trainer.observe.summary import format_decimal
 from trainer.ranks.environment import detect
 from trainer.tasks.metrics.table import greater_is_better
-from trainer.tools.compare.seeds import SeededRecipe, finished, interval, shown, train_all
+from trainer.tools.compare.seeds import SeededRecipe, finished, interval, shown, train_all, write_results
 from trainer.tools.compare.turns import first_line, folder_name
 from trainer.tools.report.page import Section, Table, render
 from trainer.tools.suite.listing import Entry, read_suite
@@ -99,11 +98,11 @@ def run_suite(request: SuiteRequest, echo: Callable[[str], None]) -> int:
     notes = [*([f"{suite.note}"] if suite.note else []), _RULE]
     facts = {"suite": suite.name, "model": request.model, "overrides": list(request.overrides), "processes": ranks}
     content = {**facts, "results": [row.as_object() for row in rows], "mean": _object(means), "notes": notes}
-    replace_text(folder / JSON, json.dumps(content, indent=2, allow_nan=False) + "\n")
     table = Table(("", "metrics", "score", "seeds"), _cells(rows, means))
     reasons = [f"failed: {row.one.name}: {first_line(row.reason)}" for row in rows if row.reason]
     title = f"{suite.name} over {request.model or 'the models of the recipes'}"
-    replace_text(folder / PAGE, render(title, [Section("Scores", [table, *reasons, *notes])]))
+    page = render(title, [Section("Scores", [table, *reasons, *notes])])
+    write_results(folder, {JSON: json.dumps(content, indent=2, allow_nan=False) + "\n", PAGE: page})
     for line in ["", *aligned([table.header, *table.rows]), *reasons, *notes]:
         echo(line)
     echo(f"wrote     {folder / PAGE} and {JSON}")
