@@ -136,7 +136,7 @@ class FlatRows:
     def pad(self, x: Tensor) -> Tensor:
         """Return the padded rows `[batch, positions, ...]` of `x` `[1, tokens, ...]`, with zeros as padding."""
         shape = (*self.shape, *x.shape[2:])
-        return x.new_zeros(shape).flatten(0, 1).index_copy(0, self.places, x[0]).view(shape)
+        return x.new_zeros(shape).flatten(0, 1).index_copy(0, self.places, x.squeeze(0)).view(shape)
 
 
 def _cuts(lengths: Sequence[int], alike: float) -> list[int]:

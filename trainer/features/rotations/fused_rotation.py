@@ -26,6 +26,42 @@ def takes(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
 
 
 @operation(
+    "trainer::rotated_into",
+    "(Tensor q, Tensor k, Tensor cos, Tensor sin, Tensor(a!) q_output, Tensor(b!) k_output, bool is_inverse,"
+    " bool rounds_products) -> ()",
+)
+def _write(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_output: Tensor, k_output: Tensor, is_inverse: bool,
+    rounds_products: bool,
+) -> None:  # fmt: skip
+    """Write the results of `_rotated` to tensors `[batch, heads, sequence, size]`, whose heads are contiguous."""
+    if q.numel() == 0 or k.numel() == 0:
+        return
+    outputs = (q_output, k_output)
+    q, k, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, cos, sin))
+
+    def plan() -> list[Launch]:
+        half = q.shape[-1] // 2
+        width, heads = _power_of_2(half), max(q.shape[1], k.shape[1])
+        at_once = min(_power_of_2(heads), max(1, _MOST_ELEMENTS // width))
+        of_row = (0 if x.shape[0] == 1 else x.stride(0) for x in (cos, sin))
+        numbers = (q.shape[2], *of_row, cos.stride(1), sin.stride(1))
+        of_heads = [(x.shape[1], *x.stride()[:3], *o.stride()[:3]) for x, o in zip((q, k), outputs, strict=True)]
+        constants = {"HALF": half, "WIDTH": width, "HEADS": at_once, "INVERSE": is_inverse, "EACH": rounds_products}
+        grid = (q.shape[0] * q.shape[2], -(-heads // at_once))
+        options = _options(width * at_once)
+        return [Launch(_kernels().rotary_kernel, grid, (*numbers, *of_heads[0], *of_heads[1]), constants | options)]
+
+    facts = ("rotation", q.device, is_inverse, rounds_products, *facts_of(q, k, cos, sin, *outputs))
+    launch(facts, [(q, k, *outputs, cos, sin)], plan)
+
+
+@torch.library.register_fake("trainer::rotated_into")  # type: ignore[untyped-decorator]
+def _no_result(*_: Any) -> None:
+    return None
+
+
+@operation(
     "trainer::rotated",
     "(Tensor q, Tensor k, Tensor cos, Tensor sin, ScalarType dtype, bool is_inverse, bool rounds_products)"
     " -> (Tensor, Tensor)",
@@ -48,24 +84,7 @@ def _rotated(
         The turned queries and keys, with the order of dimensions in memory that these have.
     """
     outputs: tuple[Tensor, Tensor] = _empty_results(q, k, cos, sin, dtype, is_inverse, rounds_products)
-    if q.numel() == 0 or k.numel() == 0:
-        return outputs
-    q, k, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, cos, sin))
-
-    def plan() -> list[Launch]:
-        half = q.shape[-1] // 2
-        width, heads = _power_of_2(half), max(q.shape[1], k.shape[1])
-        at_once = min(_power_of_2(heads), max(1, _MOST_ELEMENTS // width))
-        of_row = (0 if x.shape[0] == 1 else x.stride(0) for x in (cos, sin))
-        numbers = (q.shape[2], *of_row, cos.stride(1), sin.stride(1))
-        of_heads = [(x.shape[1], *x.stride()[:3], *o.stride()[:3]) for x, o in zip((q, k), outputs, strict=True)]
-        constants = {"HALF": half, "WIDTH": width, "HEADS": at_once, "INVERSE": is_inverse, "EACH": rounds_products}
-        grid = (q.shape[0] * q.shape[2], -(-heads // at_once))
-        options = _options(width * at_once)
-        return [Launch(_kernels().rotary_kernel, grid, (*numbers, *of_heads[0], *of_heads[1]), constants | options)]
-
-    facts = ("rotation", q.device, dtype, is_inverse, rounds_products, *facts_of(q, k, cos, sin))
-    launch(facts, [(q, k, *outputs, cos, sin)], plan)
+    _write(q, k, cos, sin, *outputs, is_inverse, rounds_products)
     return outputs
 
 
@@ -95,6 +114,42 @@ class FusedRotation(torch.autograd.Function):
         rotate = FusedRotation.apply if torch.is_grad_enabled() else _rotated
         q, k = rotate(*gradients, *ctx.saved_tensors, *ctx.numbers)  # type: ignore[no-untyped-call]
         return q, k, *[None] * 5
+
+
+class JoinedStates(torch.autograd.Function):
+    """Rotated queries and keys, and the values beside them, with one gradient for the tensor that has all three."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, whole: Tensor, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, rounds_products: bool
+    ) -> tuple[Tensor, ...]:
+        """Return the states.
+
+        Args:
+            whole: the heads of queries, keys and values side by side, with the features in its last dimension.
+            q: the rotated queries `[batch, heads, sequence, size]`.
+            k: the rotated keys.
+            v: the values.
+            cos: the cosines of the rotation.
+            sin: its sines.
+            rounds_products: whether each product was rounded.
+        """
+        ctx.save_for_backward(cos, sin)
+        ctx.shape, ctx.rounds_products = whole.shape, rounds_products
+        return q.detach(), k.detach(), v.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (q, k, v), (cos, sin), others = gradients, ctx.saved_tensors, [None] * 6
+        if torch.is_grad_enabled():  # gradients of gradients
+            q, k = FusedRotation.apply(q, k, cos, sin, v.dtype, True, ctx.rounds_products)  # type: ignore[no-untyped-call]
+            return torch.cat([x.transpose(1, 2) for x in (q, k, v)], dim=2).view(ctx.shape), *others
+        heads = [x.shape[1] for x in (q, k, v)]
+        whole = v.new_empty(v.shape[0], v.shape[2], sum(heads), v.shape[3])
+        of_q, of_k, of_v = (part.transpose(1, 2) for part in torch.split(whole, heads, dim=2))
+        _write(q, k, cos, sin, of_q, of_k, True, ctx.rounds_products)
+        of_v.copy_(v)
+        return whole.view(ctx.shape), *others
 
 
 def _kernels() -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,6 +22,8 @@ from trainer.parallel.device_traits import planned_traits
 from trainer.parallel.dtypes import at_least_fp32
 from trainer.parallel.kernel_support import KERNELS, missing
 
+_PARTS = "rotated_parts"
+"""The attribute of rotated queries that were part of one tensor: that tensor, the rotated keys, and the rotation."""
 _ROUNDED_ONCE = 5  # of 512 numbers in bf16: a processor may round a product and its sum once in fp32
 
 
@@ -99,7 +101,60 @@ def _fused(
         return None
     dtype = torch.promote_types(q.dtype, cos.dtype) if rounds_products else q.dtype
     query, key = KERNELS["rotation"].FusedRotation.apply(q, k, cos, sin, dtype, False, rounds_products)
+    whole = q._base
+    if query.requires_grad and dtype == q.dtype and _is_part(q, whole, 0) and _is_part(k, whole, _features(q)):
+        setattr(query, _PARTS, (whole, key, cos, sin, rounds_products))
     return query, key
+
+
+def _features(x: Tensor) -> int:
+    return x.shape[1] * x.shape[3]
+
+
+def _is_part(x: Tensor, whole: Tensor | None, first: int) -> bool:
+    """Return whether heads `[batch, heads, sequence, size]` are the features of a tensor from the `first` on."""
+    if whole is None or x._base is not whole or not whole.is_contiguous():
+        return False
+    features, (batch, _, length, size) = whole.shape[-1], x.shape
+    strides = (length * features, size, features, 1)
+    is_placed = all(one == other for one, other, n in zip(x.stride(), strides, x.shape, strict=True) if n > 1)
+    starts = x.storage_offset() == whole.storage_offset() + first
+    return is_placed and starts and whole.numel() == batch * length * features
+
+
+def _are_all(states: tuple[Tensor, Tensor, Tensor], whole: Tensor) -> bool:
+    """Return whether values lie behind the queries and keys of a tensor, with heads of their size, and at its end."""
+    query, key, value = states
+    first = _features(query) + _features(key)
+    at_end = first + _features(value) == whole.shape[-1] and value.shape[3] == query.shape[3]
+    return at_end and _is_part(value, whole, first)
+
+
+def _attend(
+    function: Callable[..., Any], module: Any, query: Tensor, key: Tensor, value: Tensor, *others: Any, **named: Any
+) -> Any:
+    """Call attention with queries, keys and values that have one gradient, if one product computed them.
+
+    Autograd would join their gradients in a pass over memory of its own.
+    """
+    states = (query, key, value)
+    whole, of_query, *rotation = getattr(query, _PARTS, (None, None))
+    if whole is not None and of_query is key and _are_all(states, whole):
+        query, key, value = KERNELS["rotation"].JoinedStates.apply(whole, *(x.detach() for x in states), *rotation)
+    return function(module, query, key, value, *others, **named)
+
+
+class _Joining:
+    """The attention functions of transformers."""
+
+    def __init__(self, original: Any) -> None:
+        self._original = original
+
+    def get_interface(self, *arguments: Any) -> Callable[..., Any]:
+        return partial(_attend, self._original.get_interface(*arguments))
+
+    def __getitem__(self, name: str) -> Callable[..., Any]:
+        return partial(_attend, self._original[name])
 
 
 @cache
@@ -131,11 +186,12 @@ def _cheap_application(original: Callable[..., tuple[Tensor, Tensor]]) -> Callab
     return _apply if int(expected.ne(in_fp32).sum()) <= _ROUNDED_ONCE else None
 
 
-_CHEAP: dict[str, Callable[[Callable[..., Any]], Callable[..., Any] | None]] = {
+_CHEAP: dict[str, Callable[[Any], Any]] = {
     "rotate_half": _cheap_half,
     "apply_rotary_pos_emb": _cheap_application,
+    "ALL_ATTENTION_FUNCTIONS": _Joining,
 }
-"""By the name of a function in model files: the cheaper function with the numbers of one, or None."""
+"""By the name of an object in model files: the cheaper one with the same numbers, or None."""
 
 
 class CheapRotation:
