@@ -61,7 +61,7 @@ def check(
         for name, stage in whole.chain.stages.items():
             say(*() if as_json else ("", f"stage     {name}"))
             found["stages"][name], of_stage = _check(
-                stage, processes, everything, quick, as_json, whole.chain.unchecked(name)
+                stage, processes, everything, quick, as_json, whole.chain.unchecked(name), f" (stage `{name}`)"
             )
             code = code or of_stage
     if as_json:
@@ -71,12 +71,19 @@ def check(
 
 
 def _check(
-    resolved: ResolvedRecipe, processes: int, everything: bool, quick: bool, as_json: bool, before: Sequence[str] = ()
+    resolved: ResolvedRecipe,
+    processes: int,
+    everything: bool,
+    quick: bool,
+    as_json: bool,
+    before: Sequence[str] = (),
+    place: str = "",
 ) -> tuple[dict[str, Any], int]:
     """Check a training, and show it unless its object is asked for; return that, and the exit code.
 
     Args:
         before: parts that are not checked, because they are not made yet.
+        place: words behind each problem, if there are several trainings.
     """
     from trainer.recipe.local_parts import LocalParts
     from trainer.recipe.plan import plan_run
@@ -97,7 +104,7 @@ def _check(
             checked = check_local_parts(plan)
     error = checked.problems.error if checked else None
     if error is not None:
-        show_error(error)
+        show_error(error, place)
     unchecked = (*unchecked, *before)
     if not as_json:
         _print_everything(resolved) if everything else _print_written(resolved)

@@ -95,10 +95,10 @@ LengthOption = Annotated[int | None, count("Tokens of each text; default: data.m
 JsonOption = Annotated[bool, flag("Print one JSON object.", "--json")]
 
 
-def show_error(error: TrainerError) -> None:
-    """Write the problems of an error to stderr."""
+def show_error(error: TrainerError, place: str = "") -> None:
+    """Write the problems of an error to stderr, each with `place` behind it."""
     problems = error.problems if isinstance(error, RecipeError) else [str(error)]
-    for problem in without_repetitions([without_secrets(problem) for problem in problems]):
+    for problem in without_repetitions([without_secrets(problem) + place for problem in problems]):
         say(*(f"error: {problem}".split("\n") if error.has_lines else [f"error: {problem}"]), err=True)
 
 

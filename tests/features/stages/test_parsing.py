@@ -93,6 +93,31 @@ def test_overrides_change_the_common_keys_or_a_stage(chain):
     assert load_recipe(chain(), ["stages=null"]).recipe.training.max_steps == 8
 
 
+def test_a_recipe_that_extends_a_chain_changes_its_stages_by_name(chain, tmp_path):
+    chain()
+    over = tmp_path / "over.json"
+    over.write_text(
+        '{"extends": "recipe.json", "stages": {"long": {"training": {"max_steps": 6}}, "two": null,'
+        ' "*": {"training": {"max_steps": 4}, "precision": "bf16"}}}'
+    )
+    top = tmp_path / "top.json"
+    top.write_text('{"extends": "over.json", "name": "top", "stages": {"one": {"start": "continued"}}}')
+    stages = load_recipe(str(top), ["stages.short.precision=fp32"], is_whole=True).chain.stages
+    found = {name: (one.recipe.training.max_steps, one.recipe.precision) for name, one in stages.items()}
+    assert found == {"short": (4, "fp32"), "long": (6, "bf16"), "one": (4, "bf16")}
+    assert stages["long"].recipe.model.config["global_rope_theta"] == 160000
+    assert stages["one"].recipe.checkpoint.continues == f"{tmp_path}/run/02-long"
+    assert stages["one"].recipe.name == "top-one"
+    top.write_text('{"extends": "over.json", "stages": {"two": {}, "one": 3}}')
+    two, one = problems_of(str(top), is_whole=True)
+    assert "`stages.two` is no stage; the stages are short, long, one" in two
+    assert "`stages.one` must be an object with keys of the stage, but is 3; null removes the stage" in one
+    top.write_text('{"extends": "over.json", "stages": [{"name": "only"}]}')
+    assert list(load_recipe(str(top), is_whole=True).chain.stages) == ["only"]
+    assert "`stages` must keep a stage, but all are removed" in problems_of(chain(), "stages.*=null", is_whole=True)[0]
+    assert "must be a list of stages" in problems_of(chain({"short": {}}), is_whole=True)[0]
+
+
 def test_a_recipe_of_the_resolved_values_has_the_same_stages(chain, tmp_path):
     whole = load_recipe(chain(), ["stages.long.training.max_steps=6"], is_whole=True)
     (tmp_path / "else").mkdir()

@@ -10,6 +10,8 @@ import pytest
 from tests.features.stages.test_chain import write_chain
 from tests.helpers import processes, warm
 from trainer.cli import main
+from trainer.features.stages import evidence
+from trainer.recipe.reading.loading import load_recipe
 from trainer.tools.report.runs import read_runs
 
 FOLDERS = ("02-short", "04-long", "05-decay", "06-topics", "07-names", "08-answers")
@@ -41,6 +43,22 @@ def test_a_check_shows_each_stage_and_its_stand_ins(tmp_path: Path, capsys: pyte
     assert main(["check", recipe, "--quick", "stage=long"]) == 0
     assert "stage     long" in (shown := capsys.readouterr().out)
     assert "stage     short" not in shown
+
+
+def test_a_stage_begins_with_the_model_of_the_stage_before_or_not_at_all(tmp_path: Path, capsys):
+    recipe = str(write_chain(tmp_path))
+    first = load_recipe(recipe, is_whole=True).chain.stages["short"].recipe
+    evidence.begin(tmp_path / "run" / "01-short", {})
+    evidence.finish(tmp_path / "run" / "01-short", evidence.facts_of(first))
+    assert main(["run", recipe]) == 2
+    assert "starts from the model of short, which is done, but" in capsys.readouterr().err
+    assert not list((tmp_path / "run").glob("*/metrics.jsonl"))
+
+
+def test_a_check_names_the_stage_of_a_problem(tmp_path: Path, capsys):
+    stages = [{"name": "a"}, {"name": "b", "data": {"max_length": 65}}]
+    assert main(["check", str(write_chain(tmp_path, stages))]) == 2
+    assert capsys.readouterr().err.rstrip().endswith("(stage `b`)")
 
 
 @pytest.mark.slow

@@ -80,11 +80,14 @@ class StageChain:
         with stop_before_training():
             environment = detect()
             pending = self._pending()
+            folder = self._whole.recipe.checkpoint.folder
+            if not pending and environment.rank == 0:
+                say(f"nothing to do: {', '.join(stage.name for stage in self._chosen)} in {folder} are done")
             if environment.has_ranks:
                 return self._join(environment, pending, processes, max_restarts, job)
             for stage in pending:
                 self._begin(stage)
-                resolved, number = self._trees.resolved(stage), stage.processes or processes
+                resolved, number = self._startable(stage), stage.processes or processes
                 if stage.work is not None:
                     do_work(stage.work, resolved, stage.folder, stage.processes)
                 elif code := run_or_join(resolved, number, max_restarts, job):
@@ -114,7 +117,7 @@ class StageChain:
         for stage in pending:
             if is_first:
                 self._begin(stage)
-            resolved = self._trees.resolved(stage)
+            resolved = self._startable(stage)
             own = _of_stage(meeting, stage, environment)
             if stage.work is not None:
                 work = partial(do_work, stage.work, resolved, stage.folder, stage.processes) if is_first else int
@@ -204,6 +207,21 @@ class StageChain:
         say(f"stage {stage.number} of {len(self._listed)}: {stage.name}, in {stage.folder}")
         if self._resumes or not evidence.read(stage.folder):
             evidence.begin(stage.folder, _starts(stage))
+
+    def _startable(self, stage: Stage) -> ResolvedRecipe:
+        """Return the recipe of a stage that begins now; no stand-in has the place of a model that was removed.
+
+        Raises:
+            UsageError: the stage before is done, but its model is not there.
+        """
+        before = stage.parent
+        if before is not None and not before.has_model:
+            raise UsageError(
+                f"the stage {stage.name} starts from the model of {before.name}, which is done, but"
+                f" {before.model_folder} does not exist; restore it, or remove {before.folder} and the folders of the"
+                " stages after it"
+            )
+        return self._trees.resolved(stage)
 
     def _link(self) -> None:
         """Link the model and the checkpoints of the last stage, so that the folder is used as that of a run."""

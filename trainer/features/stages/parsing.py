@@ -14,11 +14,12 @@ from trainer.features.stages.chain import StageChain
 from trainer.features.stages.stage import Stage, StageTrees
 from trainer.features.stages.work import with_changes, work_of
 from trainer.recipe.paths import shown_value
+from trainer.recipe.reading.files import read_file
 from trainer.recipe.reading.loading import ResolvedRecipe, base_file, read_layers, resolve_tree
 from trainer.recipe.reading.merging import merged
 from trainer.recipe.reading.parser import Node, Problem
 
-_KEY, _ONE = "stages", "stage"
+_KEY, _ONE, _ALL = "stages", "stage", "*"
 _OWN = ("name", "from", "start", "processes", "extends")  # keys of a stage that are none of a recipe
 _STARTS = ("fresh", "continued")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,49}")
@@ -39,14 +40,12 @@ def resolve_chain(
     Raises:
         RecipeError: all problems of the recipe and its stages.
     """
-    own, common = layer.members.get(_KEY), merged(_without(root, _KEY), _without(layer, _KEY, _ONE))
-    listed = root.members[_KEY]
-    if own is not None and not isinstance(own.value, dict):  # the whole value is replaced
-        listed, own = own, None
-    if listed.value is None:
+    common = merged(_without(root, _KEY), _without(layer, _KEY, _ONE))
+    own = [layer.members[_KEY]] if _KEY in layer.members else []
+    if own and own[0].value is None:
         return resolve_tree(file, merged(common, _without(layer, _KEY)), problems, needs_data)
     reading = _Reading(file)
-    nodes = _changed(listed, own, reading)
+    nodes = _changed([*_written(file), *own], reading)
     stand_in = common
     for node in nodes:
         _, work, _ = work_of(node)
@@ -112,19 +111,43 @@ def _without(node: Node, *keys: str) -> Node:
     return Node({key: value for key, value in node.members.items() if key not in keys}, node.origin, node.key_origin)
 
 
-def _changed(listed: Node, own: Node | None, reading: _Reading) -> list[Node]:
-    """Return the nodes of the list with the overrides of each stage by its name."""
+def _written(file: Path, chain: tuple[Path, ...] = ()) -> list[Node]:
+    """Return the values of `stages` in the files that a recipe extends and in its own, the first of them a list.
+
+    `read_layers` has merged the files, and has replaced a list by an object.
+    """
+    chain = (*chain, Path(os.path.realpath(file)))
+    members = read_file(file)[0].members
+    own = [members[_KEY]] if _KEY in members else []
+    extends = members.get("extends")
+    if extends is None or extends.value is None or (own and not isinstance(own[0].value, dict)):
+        return own
+    return [*_written(base_file(extends, chain), chain), *own]
+
+
+def _changed(layers: list[Node], reading: _Reading) -> list[Node]:
+    """Return the nodes of the last list, with the changes of each stage by its name in the objects after it."""
+    begin = max((index for index, layer in enumerate(layers) if not isinstance(layer.value, dict)), default=0)
+    listed, *objects = layers[begin:]
     if not isinstance(listed.value, list) or not listed.value:
         reading.report(listed, f"`{_KEY}` must be a list of stages, but is {shown_value(listed.plain())}; list one")
         return []
-    changes = dict((own or Node({}, listed.origin)).members)
-    nodes = [
-        merged(node, changes.pop(str(_plain(node, "name")))) if str(_plain(node, "name")) in changes else node
-        for node in listed.value
-    ]
-    for name, change in changes.items():
-        names = ", ".join(str(_plain(node, "name")) for node in listed.value)
-        reading.report(change, f"`{_KEY}.{name}` is no stage; the stages are {names}")
+    nodes = list(listed.value)
+    for layer in objects:
+        for name, change in sorted(layer.members.items(), key=lambda item: item[0] != _ALL):
+            found = [index for index, node in enumerate(nodes) if name in (_ALL, str(_plain(node, "name")))]
+            if not found:
+                names = ", ".join(str(_plain(node, "name")) for node in nodes)
+                reading.report(change, f"`{_KEY}.{name}` is no stage; the stages are {names}")
+            elif change.value is None:
+                nodes = [node for index, node in enumerate(nodes) if index not in found]
+            elif not isinstance(change.value, dict):
+                problem = f"must be an object with keys of the stage, but is {shown_value(change.plain())}"
+                reading.report(change, f"`{_KEY}.{name}` {problem}; null removes the stage")
+            else:
+                nodes = [merged(node, change) if index in found else node for index, node in enumerate(nodes)]
+    if not nodes:
+        reading.report(listed, f"`{_KEY}` must keep a stage, but all are removed")
     return nodes
 
 

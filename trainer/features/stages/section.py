@@ -11,9 +11,9 @@ from trainer.recipe.schema.fields import PathField
 class StageKeys(Section):
     """The stages of a chain."""
 
-    stages: list[dict[str, Any]] | None = None
-    """Trainings, each from the model of the one before: a `name`, and keys over those of the recipe; null: one
-    training."""
+    stages: list[dict[str, Any]] | dict[str, Any] | None = None
+    """Trainings, each from the model of the one before: a `name`, and keys over those of the recipe; or an object that
+    changes the stages of an extended recipe by name; null: one training."""
 
 
 class StartKeys(Checkpoint):
