@@ -276,6 +276,13 @@ class TestTrials:
         }
         assert not (request.output / "trials" / "0000").exists()
 
+    @pytest.mark.parametrize("stage", ["stage=names", "training.seed=1"])
+    def test_a_stage_is_searched_by_a_recipe_without_stages(self, request_of, stage):
+        trained, options = Trained(by_dropout), {"recipe": "pretraining_sample", "trials": 2}
+        with pytest.raises(UsageError, match="that a stage extends, or pretraining_sample stages=null, with the keys"):
+            search(request_of(trained, "model.dropout=0.1,0.2", stage, **options), print)
+        read_space("pretraining_sample", ["model.dropout=0.1,0.2", "stages=null"])
+
     def test_a_wrong_recipe_ends_the_search(self, request_of):
         trained = Trained(by_dropout, codes=dict.fromkeys(range(9), ExitCode.USER))
         with pytest.raises(TrainerError, match=r"the first 3 trials failed; .*`x` must be 1"):

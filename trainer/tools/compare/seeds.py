@@ -26,7 +26,7 @@ from trainer.observe.metrics_file import METRICS_FILE_NAME
 from trainer.observe.summary import format_decimal
 from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.schema import Recipe
-from trainer.tools.compare.turns import Measurement, first_line, folder_name, measured_recipe
+from trainer.tools.compare.turns import Measurement, first_line, folder_name, measured_recipe, require_one_training
 from trainer.tools.run_metrics import read_metrics
 
 CONFIDENCE = 0.95
@@ -48,6 +48,7 @@ class SeededRecipe:
     processes: int
 
     def __post_init__(self) -> None:
+        require_one_training(self.recipe, self.words)
         if self.loaded.data.validation is None:
             raise UsageError(f"`data.validation` of {self.name} is null, but seeds compare metrics; name a split")
         if self.loaded.evaluation.every is None:

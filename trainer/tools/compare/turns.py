@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import sys
 import time
@@ -64,9 +65,25 @@ def measured_words(folder: Path, stop: int, unused: Iterable[str] = _UNUSED) -> 
 
 
 def measured_recipe(recipe: str, words: Sequence[str], measured: Mapping[str, str]) -> ResolvedRecipe:
-    """Load a recipe with overrides; those of a measurement take precedence."""
+    """Load a recipe with overrides; those of a measurement take precedence.
+
+    Raises:
+        UsageError: the recipe is one of several trainings.
+    """
     kept = [word for word in words if word.partition("=")[0] not in measured]
+    require_one_training(recipe, kept)
     return load_recipe(recipe, [*kept, *(f"{key}={text}" for key, text in measured.items())])
+
+
+def require_one_training(recipe: str, words: Sequence[str]) -> None:
+    """Refuse one of the trainings of a recipe, which trains in the folder of that recipe from an earlier model."""
+    if load_recipe(recipe, words, needs_data=False, is_whole=True).chain is not None:
+        own = shlex.join([recipe, "stages=null"])
+        raise UsageError(
+            f"`stages` of {recipe} are trainings of one folder, but this command trains each run in a folder of its"
+            f" own; give it the recipe that a stage extends, or {own}, with the keys of the stage, and the model that"
+            " it starts from as model.name_or_path=FOLDER"
+        )
 
 
 def train_turn(
@@ -139,6 +156,7 @@ class Comparison:
             ) from error
         for trial in self.trials:
             try:
+                require_one_training(recipe, [*common, *trial.contestant.overrides])
                 trial.resolved = load_recipe(recipe, [*common, *trial.contestant.overrides])
             except TrainerError as error:
                 trial.reason = str(error)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from trainer.base.errors import UsageError
 from trainer.recipe.reading.loading import load_recipe
 from trainer.tools.compare.contestants import kind_of, values_of
+from trainer.tools.compare.turns import require_one_training
 
 if TYPE_CHECKING:
     from optuna.trial import Trial
@@ -53,7 +54,8 @@ def read_space(recipe: str, words: Sequence[str]) -> tuple[list[str], list[Axis]
     Among the words, `key=low..high`, `key=low..high,log` and `key=a,b` are axes.
 
     Raises:
-        UsageError: no word is an axis, an axis is empty, or it changes only how the recipe trains.
+        UsageError: no word is an axis, an axis is empty, or it changes only how the recipe trains; or the recipe has
+            several trainings.
         RecipeError: the recipe is wrong with an end or a value of an axis.
     """
     common, axes = [], []
@@ -70,6 +72,7 @@ def read_space(recipe: str, words: Sequence[str]) -> tuple[list[str], list[Axis]
             "a search needs a key with several values, but there is none; add one, such as"
             " optimizer.learning_rate=1e-5..1e-3,log or model.dropout=0,0.1"
         )
+    require_one_training(recipe, common)
     for axis in axes:
         _check(recipe, common, axes, axis)
     return common, axes
