@@ -31,6 +31,9 @@ SLOW = {
         "six programs, up to four processes each"
     ),
     "tests/features/stages/test_pretraining.py::test_pretrained_weights_beat_random_ones": "six trainings",
+    "tests/features/stages/test_shipped_chain.py::test_killed_in_each_stage_it_resumes_under_other_layouts": (
+        "fourteen trainings on two ranks; seven are killed and start again"
+    ),
     "tests/launch/test_launchers.py::test_two_ranks_train_as_one_process": "up to four programs",
     "tests/launch/test_real_data.py::test_each_launcher_gives_the_same_curve": "trains on files of thousands of rows",
     "tests/launch/test_slurm.py::test_a_job_goes_on_after_a_killed_rank_and_after_a_signal": (
