@@ -53,6 +53,12 @@ def test_a_stage_begins_with_the_model_of_the_stage_before_or_not_at_all(tmp_pat
     assert main(["run", recipe]) == 2
     assert "starts from the model of short, which is done, but" in capsys.readouterr().err
     assert not list((tmp_path / "run").glob("*/metrics.jsonl"))
+    evidence.begin(tmp_path / "run" / "03-classes", {"long": "1"})
+    assert main(["run", recipe, "stages.classes.from=short"]) == 2
+    assert "began from long, but the recipe now starts it from short; remove" in capsys.readouterr().err
+    (tmp_path / "run" / "03-classes" / "stage.json").write_text('{"run": "1"}')
+    assert main(["run", recipe]) == 2
+    assert "must be an object with `began_from`; restore it, or remove" in capsys.readouterr().err
 
 
 def test_a_check_names_the_stage_of_a_problem(tmp_path: Path, capsys):

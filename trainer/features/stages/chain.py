@@ -168,19 +168,22 @@ class StageChain:
                 raise UsageError(
                     f"`stage` is {stage.name}, which starts from {missing}, but that is not done; leave `stage` out"
                 )
-            if written and written.get("began_from") != began:
-                other = next(
-                    (name for name in began if began[name] != dict(written["began_from"]).get(name)), "a stage"
-                )
+            if written and (before := written["began_from"]) != began:
+                if before.keys() == began.keys():
+                    other = next(name for name in began if began[name] != before[name])
+                    changed = f"began from another run of {other} than the present one"
+                else:
+                    names = [" and ".join(runs) or "no stage" for runs in (before, began)]
+                    changed = "began from {}, but the recipe now starts it from {}".format(*names)
                 raise UsageError(
-                    f"the stage {stage.name} in {stage.folder} began from another run of {other} than the present one;"
-                    f" remove {stage.folder}, or name another `checkpoint.folder`"
+                    f"the stage {stage.name} in {stage.folder} {changed}; remove {stage.folder}, or name another"
+                    " `checkpoint.folder`"
                 )
             if not (self._resumes and "run" in written):
                 pending.append(stage)
                 continue
             facts = facts_of(stage, self._recipes[stage.name])
-            if changed := differences(written["training"], facts):
+            if changed := differences(written.get("training", {}), facts):
                 raise UsageError(
                     f"the stage {stage.name} is done, but its {'work' if stage.work else 'training'} has changed:"
                     f" {changed}; restore the values, or remove {stage.folder} and the folders of the stages after it"

@@ -66,8 +66,8 @@ def read(folder: Path) -> Mapping[str, Any]:
         return {}
     except (OSError, ValueError) as error:
         raise UsageError(f"{file} cannot be read: {error}; restore it, or remove {folder}") from error
-    if not isinstance(content, dict):
-        raise UsageError(f"{file} must be an object; restore it, or remove {folder}")
+    if not isinstance(content, dict) or not isinstance(content.get("began_from"), dict):
+        raise UsageError(f"{file} must be an object with `began_from`; restore it, or remove {folder}")
     return content
 
 
