@@ -25,7 +25,6 @@ from trainer.tools.compare.seeds import SeededRecipe
 from trainer.tools.reproduce.reproduce import Reproduced, ReproduceRequest, reproduce
 
 EXPECTED = {"accuracy": [0.0, 1.0], "source": "this test", "seeds": 2}
-QUICKEST = ("reward_sample", "dpo_sample", "vit_sample", "experts_sample", "sft_sample", "qa_sample")
 SAMPLES = [
     name
     for name, path in shipped_recipes().items()
@@ -137,13 +136,12 @@ def test_damaged_records_are_trained_again_and_failures_are_shown(tmp_path: Path
         reproduce(request, print)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in QUICKEST else pytest.mark.nightly) for name in SAMPLES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAMPLES)
 @pytest.mark.usefixtures("warm_python")
 def test_a_sample_is_reproduced(tmp_path: Path, name: str):
-    ended = finish(warm.start(["reproduce", name, "--seeds", "1", "--output", tmp_path]), 1200)
+    words = ["reproduce", name, "--seeds", "1", "--processes", "1", "--output", tmp_path]
+    ended = finish(warm.start(words), 580)
     assert ended.returncode == 0, ended
 
 
