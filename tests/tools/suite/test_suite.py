@@ -22,6 +22,9 @@ def test_shipped_lists_have_valid_recipes(name: str):
     rows = [_row(entry, place, _of_model("google-bert/bert-base-uncased"), 1) for entry in suite.entries]
     models = {row.one.loaded.model.name_or_path for row in rows}
     assert models == {"google-bert/bert-base-uncased"}
+    # Overrides of the command take precedence.
+    rows = [_row(entry, place, ["expects=null", "training.max_steps=4"], 1) for entry in suite.entries]
+    assert {row.one.loaded.training.max_steps for row in rows} == {4}
     assert suite.name == name
 
 
@@ -66,7 +69,7 @@ def test_what_is_not_there_is_refused(tmp_path: Path):
 
 @pytest.mark.nightly
 def test_the_sample_suite_trains_over_a_tiny_model(tmp_path: Path):
-    trainer.run(load_recipe("bert_sample", ["training.max_steps=1", f"checkpoint.folder={tmp_path / 'tiny'}"]))
+    trainer.run(load_recipe("bert_sample_mlm", ["training.max_steps=1", f"checkpoint.folder={tmp_path / 'tiny'}"]))
     found = trainer.suite("sample", tmp_path / "tiny", ["training.max_steps=4"], seeds=1, folder=tmp_path / "out")
     assert [one["name"] for one in found["results"]] == ["topics", "entities", "answers"]
     assert 0 < found["mean"]["score"] < 1, "answers have metrics from 0 to 100, which `scale` divides"

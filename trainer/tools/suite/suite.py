@@ -124,7 +124,9 @@ def _of_model(model: str | None) -> list[str]:
 def _row(entry: Entry, place: Path, words: Sequence[str], processes: int) -> Row:
     beside = place / entry.recipe
     recipe = str(beside) if beside.is_file() else entry.recipe
-    one = SeededRecipe(entry.name or Path(entry.recipe).stem, recipe, [*entry.words, *words], processes)
+    given = {word.partition("=")[0] for word in words}
+    own = [word for word in entry.words if given.isdisjoint(_prefixes(word.partition("=")[0]))]
+    one = SeededRecipe(entry.name or Path(entry.recipe).stem, recipe, [*own, *words], processes)
     metrics = entry.metrics or [one.metric]
     known = (*one.loaded.task.metrics, "loss")
     if unread := [name for name in metrics if name not in known]:
@@ -132,6 +134,12 @@ def _row(entry: Entry, place: Path, words: Sequence[str], processes: int) -> Row
     if poor := [name for name in metrics if not greater_is_better(name)]:
         raise UsageError(f"`metrics` of {one.name} has {poor[0]!r}, of which less is better; a mean needs others")
     return Row(one, metrics, entry.scale)
+
+
+def _prefixes(key: str) -> list[str]:
+    """Return a key and the sections around it."""
+    parts = key.split(".")
+    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
 
 
 def _means(rows: Sequence[Row]) -> list[float]:
