@@ -13,10 +13,13 @@ from tests.helpers import families
 from tests.helpers.families import CONFIGS, ROWS, VARIANTS, build, has_head, inputs_of
 from trainer.base.errors import UsageError
 from trainer.models import compiled
+from trainer.models.attention import FLAT
 from trainer.models.checkpointing import checkpoint_layers
 from trainer.models.compiled import CompiledLayers, compilations
 from trainer.models.families.table import layers_of
+from trainer.models.layer_hooks import flatten_layers
 from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
+from trainer.parallel.flat_rows import FlatRows
 
 CPU = torch.device("cpu")
 HEADS = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForImageClassification")
@@ -30,13 +33,18 @@ def without_earlier_graphs() -> Iterator[None]:
 
 
 class Training:
-    """A tiny model of a family, with or without compiled layers."""
+    """A tiny model of a family, with or without compiled layers; `flat` ones process tokens without padding."""
 
-    def __init__(self, family: str, backend: str | None, how: str = "none", dropout: float = 0.1) -> None:
+    def __init__(
+        self, family: str, backend: str | None, how: str = "none", dropout: float = 0.1, flat: bool = False
+    ) -> None:
         model_type, variant = (VARIANTS[family][0], family) if family in VARIANTS else (family, "")
         self.head = next(head for head in HEADS if has_head(model_type, head))
         self.model_type, self.keys = model_type, DropoutKeys(0)
         self.model = build(model_type, self.head, dropout, self.keys, variant)
+        self.is_flat = flat
+        if flat:
+            flatten_layers(self.model)
         checkpoint_layers(layers_of(self.model).values(), how, self.keys)
         self.layers = None
         if backend:
@@ -50,8 +58,12 @@ class Training:
         if self.model_type != "vit":
             inputs = {name: torch.cat([value, value[:, :more]], 1) for name, value in inputs.items()}
         without_cache = {"use_cache": False} if self.model_type in ("t5", "gpt2", "llama", "qwen3") else {}
-        with self.keys.use(MicrobatchKey(step, torch.arange(rows))):
-            loss = self.model(**inputs, **without_cache).logits.float().square().mean()
+        flat, of_rows = None, {}
+        if self.is_flat:
+            mask = inputs["attention_mask"]
+            flat = of_rows[FLAT] = FlatRows.of(mask.sum(-1).tolist(), mask.shape[1], CPU)
+        with self.keys.use(MicrobatchKey(step, torch.arange(rows), flat)):
+            loss = self.model(**inputs, **of_rows, **without_cache).logits.float().square().mean()
         self.model.zero_grad()
         loss.backward()
         if self.layers is not None:
@@ -79,9 +91,11 @@ def test_each_kind_of_layer_of_a_family_is_one_graph(family):
     assert breaks == 0
 
 
-@pytest.mark.slow
-def test_further_widths_and_numbers_of_rows_need_no_further_graph():
-    one, other = Training("bert", None), Training("bert", "eager")
+@pytest.mark.parametrize(
+    "flat", [pytest.param(False, marks=pytest.mark.nightly), pytest.param(True, marks=pytest.mark.slow)]
+)
+def test_further_widths_and_numbers_of_rows_need_no_further_graph(flat: bool):
+    one, other = (Training("bert", backend, flat=flat) for backend in (None, "eager"))
     before = compilations()[0]
     assert_same(one, other, (0,), (1,), (2, 1))
     assert compilations()[0] == before + 1
@@ -93,7 +107,8 @@ def test_further_widths_and_numbers_of_rows_need_no_further_graph():
     "how", [pytest.param("selective", marks=pytest.mark.slow), pytest.param("full", marks=pytest.mark.nightly)]
 )
 def test_recomputed_layers_draw_their_masks_again(how):
-    assert_same(Training("bert", None), Training("bert", "aot_eager", how), (0,), (1,), (2, 3))
+    flat = how == "selective"
+    assert_same(Training("bert", None, flat=flat), Training("bert", "aot_eager", how, flat=flat), (0,), (1,), (2, 3))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from trainer.recipe.schema import Recipe
 
 STEPS = 4
 CASES = (
-    Case("ddp", 2, False, "fp32", "none", 0.1),
+    Case("ddp", 2, False, "fp32", "none", 0.1, model_type="modernbert"),
     Case("zero2", 2, False, "fp32", "full", 0.1),
     Case("ddp", 2, False, "fp32", "selective", 0.1, tensor=2, sequence=True, num_layers=1),
     Case("fsdp", 2, False, "fp32", "full", 0.1, stages=2),
@@ -26,6 +26,8 @@ CASES = (
 
 
 LONG = (CASES[1], *CASES[3:6])
+FLAT = (CASES[0], CASES[-1])  # they train without padding, in microbatches with several numbers of rows
+BY_TOKENS = {"micro_batch_size": None, "micro_batch_tokens": 60}
 
 
 def train_compiled(recipe: Recipe) -> tuple[Curve, int]:
@@ -46,8 +48,17 @@ def train_compiled(recipe: Recipe) -> tuple[Curve, int]:
     ],
 )
 def test_compiled_layers_train_as_one_process(ranks: RankPools, case: Case):
-    expected = reference(case.precision, case.dropout, num_layers=case.num_layers).curve
-    for curve, breaks in ranks(case.world_size).run(train_compiled, case.recipe()):
+    expected = reference(case.precision, case.dropout, case.model_type, num_layers=case.num_layers).curve
+    recipe = case.recipe()
+    if case in FLAT:
+        data, training = recipe.data, recipe.training
+        recipe = recipe.model_copy(
+            update={
+                "data": data.model_copy(update={"padding_free": True}),
+                "training": training.model_copy(update=BY_TOKENS),
+            }
+        )
+    for curve, breaks in ranks(case.world_size).run(train_compiled, recipe):
         assert breaks == 0
         assert len(curve.losses) == STEPS
         assert_same_curve(curve, expected, TOLERANCES[case.precision])

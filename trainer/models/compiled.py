@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.base.errors import UsageError
+from trainer.models.attention import FLAT
 from trainer.parallel.dropout import DropoutKeys
 
 BACKEND = "inductor"
@@ -61,6 +62,8 @@ class CompiledLayers:
     def _call(self, layer: nn.Module, forward: Callable[..., Any], index: int, *args: Any, **kwargs: Any) -> Any:
         if not layer.training:
             return forward(*args, **kwargs)
+        if self._started and kwargs.get(FLAT) is not None:
+            kwargs[FLAT] = kwargs[FLAT].of_any_length  # else a graph would hold for the lengths of these rows only
         if self._keys is None:
             return self._run(forward, None, None, args, kwargs) if self._started else forward(*args, **kwargs)
         if self._started:
@@ -80,7 +83,7 @@ class CompiledLayers:
 def _run(forward: Callable[..., Any], keys: DropoutKeys | None, table: Tensor | None, args: Any, kwargs: Any) -> Any:
     if keys is None or table is None:
         return forward(*args, **kwargs)
-    return keys.run_with(table, partial(forward, *args, **kwargs))
+    return keys.run_with(table, kwargs.get(FLAT), partial(forward, *args, **kwargs))
 
 
 def compilations() -> tuple[int, int, float]:

@@ -97,10 +97,10 @@ class _Draws:
 
 
 class _LayerDraws:
-    """The keys of a compiled layer's calls, read in the order of the calls."""
+    """The keys of a compiled layer's calls, read in the order of the calls, and the tokens without padding."""
 
-    def __init__(self, table: Tensor) -> None:
-        self._table = table
+    def __init__(self, table: Tensor, flat: FlatRows | None) -> None:
+        self._table, self.flat = table, flat
         self._next = 0
 
     def row_keys(self) -> Tensor:
@@ -200,9 +200,9 @@ class DropoutKeys:
         self._now.draws.calls_of_layers[layer] += 1
         return self._now.draws.calls_of_layers[layer] - 1
 
-    def run_with(self, table: Tensor, function: Callable[[], Any]) -> Any:
+    def run_with(self, table: Tensor, flat: FlatRows | None, function: Callable[[], Any]) -> Any:
         """Run a function with the keys of its calls, without any other state of this object; dynamo traces it."""
-        self._of_layer = _LayerDraws(table)
+        self._of_layer = _LayerDraws(table, flat)
         try:
             return function()
         finally:
@@ -252,6 +252,13 @@ class DropoutKeys:
     def key(self) -> MicrobatchKey | None:
         """The key of the current microbatch; None outside of one."""
         return self._now.draws.key if self._now.draws else None
+
+    @property
+    def flat(self) -> FlatRows | None:
+        """The tokens of the current microbatch, if layers process them without padding."""
+        if self._of_layer:
+            return self._of_layer.flat
+        return self.key.flat if self.key else None
 
     def _next_row_keys(self, site: str) -> Tensor:
         draws = self._now.draws
@@ -381,8 +388,7 @@ class DropoutSite:
         return self._streams(shape, keys).mask(probability).view(tuple(shape))
 
     def _streams(self, shape: Sequence[int], keys: Tensor | None) -> _Streams:
-        key = self.keys.key if self.flat else None
-        flat = key.flat if key else None
+        flat = self.keys.flat if self.flat else None
         if flat is not None:
             keys = self.keys.row_keys(self.name, (flat.shape[0], *shape[1:]))
             return _Streams(tuple(shape), self.offsets(shape), keys, (flat.rows, flat.positions))

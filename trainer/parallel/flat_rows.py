@@ -112,9 +112,13 @@ class FlatRows:
         """`bounds` on the device of the model, int32 `[batch + 1]`."""
         return _moved(np.array(self.bounds, dtype=np.int32), self.rows.device)
 
-    @cached_property
+    @property
     def groups(self) -> tuple[RowGroup, ...]:
         """The rows by their length, in the order of the sequence: a CPU takes those of similar length, a GPU all."""
+        return self._groups
+
+    @cached_property
+    def _groups(self) -> tuple[RowGroup, ...]:
         device, lengths = self.rows.device, np.asarray(self.lengths)
         groups = []
         for first, end in pairwise(_cuts(self.lengths, 0.0 if device.type == "cuda" else _ALIKE)):
@@ -128,15 +132,36 @@ class FlatRows:
             )
         return tuple(groups)
 
+    @cached_property
+    def of_any_length(self) -> AnyRows:
+        """The same rows for compiled layers."""
+        rows = AnyRows(self.rows, self.positions, self.places, self.shape, self.order, (max(self.lengths),))
+        vars(rows)["starts"] = self.starts
+        return rows
+
     def join(self, x: Tensor) -> Tensor:
         """Return the tokens `[1, tokens, ...]` of `x` `[batch, positions, ...]`; a batch of 1 stands for all rows."""
         places = self.places if len(x) == self.shape[0] else self.positions
-        return x.flatten(0, 1).index_select(0, places).unsqueeze(0)
+        # No view, unlike a result that is unsqueezed: a compiler would make another graph for the layer behind it.
+        return x.flatten(0, 1).unsqueeze(0).index_select(1, places)
 
     def pad(self, x: Tensor) -> Tensor:
         """Return the padded rows `[batch, positions, ...]` of `x` `[1, tokens, ...]`, with zeros as padding."""
         shape = (*self.shape, *x.shape[2:])
         return x.new_zeros(shape).flatten(0, 1).index_copy(0, self.places, x.squeeze(0)).view(shape)
+
+
+class AnyRows(FlatRows):
+    """Rows in a graph that holds for rows of other lengths: `lengths` has the longest only, and `starts` is given."""
+
+    @property
+    def groups(self) -> tuple[RowGroup, ...]:
+        """All rows, padded to the longest, in the order of the microbatch."""
+        (longest,), number = self.lengths, self.shape[0]
+        places = self.rows * longest + self.positions
+        is_token = places.new_zeros(number * longest, dtype=torch.bool).index_fill(0, places, True)
+        rows = torch.arange(number, device=places.device)
+        return (RowGroup(rows, slice(None), longest, places, is_token.view(number, longest)),)
 
 
 def _cuts(lengths: Sequence[int], alike: float) -> list[int]:

@@ -125,7 +125,7 @@ def _draw(
     bits: Tensor = _empty_bits(row_keys, key_tiles, sizes, probability, is_causal, offsets, starts, lengths)
     if 0 in (*sizes, len(row_keys)):
         return bits
-    rows = _Rows.of(lengths, None)
+    rows = _Rows.of(starts, lengths, None)
 
     def plan() -> list[Launch]:
         kernels, strides = _kernels(), _Call.strides
@@ -217,7 +217,7 @@ def _attend(
     # CUDA refuses a grid without programs.
     if output.numel() == 0:
         return output, sums
-    rows = _Rows.of(lengths, window)
+    rows = _Rows.of(starts, lengths, window)
 
     def plan() -> list[Launch]:
         call = _Call(query, key, value, row_keys, mask, bias, scale, probability, is_causal, offsets, rows, bits)
@@ -289,7 +289,7 @@ def backward_of(
         return [gradient.zero_() for gradient in gradients]
     states = (query, key, value)
     query_gradient, key_gradient, value_gradient = _parts(gradients[0], states) if joint else gradients[:3]
-    rows, deltas = _Rows.of(lengths, window), sums.new_empty(sums.shape[1:])
+    rows, deltas = _Rows.of(starts, lengths, window), sums.new_empty(sums.shape[1:])
 
     def plan() -> list[Launch]:
         call = _Call(query, key, value, row_keys, mask, bias, scale, probability, is_causal, offsets, rows, bits)
@@ -469,7 +469,8 @@ def fused_attention(
             multiple of 4.
         starts: the place of the first token of each row that is joined, and the number of all tokens, int32
             `[rows + 1]`; `row_keys` are then `[rows]`.
-        lengths: the tokens of each row, as `starts` has them.
+        lengths: the tokens of each row, as `starts` has them, or those of the longest row only: the kernels read no
+            other number, but formulas of FLOPs do.
         window: the largest distance of a query and a key that it sees; it excludes `mask`.
         whole: queries, keys and values side by side, `[batch, positions, features]`, if they are views of it. Their
             gradient is then one tensor, too.
@@ -540,18 +541,17 @@ def _in_units(*strides: Sequence[int]) -> tuple[list[int], int]:
 
 
 class _Rows(NamedTuple):
-    """The rows that are joined in a call: their number, or 0; all their tokens; the longest; the window of all rows."""
+    """The rows that are joined in a call: their number, or 0; the tokens of the longest; the window of all rows."""
 
     joined: int
-    tokens: int
     longest: int
     window: int | None
 
     @classmethod
-    def of(cls, lengths: Sequence[int] | None, window: int | None) -> _Rows:
-        if lengths is None:
-            return cls(0, 0, 0, window)
-        return cls(len(lengths), sum(lengths), max(lengths), window)
+    def of(cls, starts: Tensor | None, lengths: Sequence[int] | None, window: int | None) -> _Rows:
+        if starts is None or lengths is None:
+            return cls(0, 0, window)
+        return cls(len(starts) - 1, max(lengths), window)
 
 
 class _Call:
@@ -578,7 +578,7 @@ class _Call:
             assert self.rows == 1, "rows are joined in a batch of 1"
             assert mask is bias is None, "flat rows have a window only"
             assert not any(offsets[1:]), "flat rows are whole"
-            assert rows.tokens == self.queries == self.keys, "each token has a row"
+            assert self.queries == self.keys, "each token has a row"
             # The grid is that of padded rows; programs beyond the end of a row return at once.
             self.rows, self.queries = rows.joined, rows.longest
             self.keys = self.queries

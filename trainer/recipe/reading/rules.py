@@ -155,6 +155,12 @@ def _of_task_and_parallel(task: TaskSection, parallel: Parallel) -> Iterator[Con
         yield clash(text, strategy, "task.loss")
 
 
+def _of_compile_data_and_parallel(compiles: bool, data: Data, parallel: Parallel) -> Iterator[Contradiction]:
+    if compiles and data.padding_free and parallel.sequence:
+        text = "is true, but with `data.padding_free` and `compile`, each microbatch would need a compilation for the"
+        yield clash(f"{text} positions of a rank; set one of them to false", "parallel.sequence", "compile")
+
+
 def _of_training_and_schedule(training: Training, schedule: ScheduleKeys) -> Iterator[Contradiction]:
     warmup, last = schedule.warmup, training.max_steps
     if isinstance(warmup, int) and last is not None and warmup >= last:
@@ -214,6 +220,7 @@ _RULES: dict[tuple[str, ...], Callable[..., Iterator[Contradiction]]] = {
     ("task", "data"): _of_task_and_data,
     ("task", "training"): _of_task_and_training,
     ("training", "schedule"): _of_training_and_schedule,
+    ("compile", "data", "parallel"): _of_compile_data_and_parallel,
     ("task", "evaluation"): _of_task_and_evaluation,
     ("data", "evaluation"): _of_data_and_evaluation,
 }
