@@ -426,8 +426,10 @@ def operations(figures: Mapping[str, Mapping[str, float]], layers: Mapping[str, 
         waits = f"; {row['waits']} of {row['plain_waits']} waits" if model in waiting else ""
         own = f"; own form {row['own_operations']:,}, {row['own_bytes_ratio']:.2f}" if "own_operations" in row else ""
         cells[layout] = f"{row['operations']:,} of {row['plain_operations']:,}, {row['bytes_ratio']:.2f}{own}{waits}"
-        of_model = [layer for name, layer in layers.items() if name.partition(",")[0] == model]
-        if of_model and (precision, layout, more) == ("bf16", "one process", []):
+        of_model = [
+            layer for name, layer in layers.items() if (one := name.split(", "))[:1] + one[2:] == [model, *more]
+        ]
+        if of_model and (precision, layout) == ("bf16", "one process"):
             kernels, gigabytes = compiled_step(row, of_model)
             cells["one process, compiled"] = f"{kernels:,}, {gigabytes / row['plain_gigabytes']:.2f}"
     layouts = list(dict.fromkeys(layout for cells in found.values() for layout in cells))

@@ -47,6 +47,10 @@ ELSEWHERE = {
     "python -m tests.benchmarks.host": "tests/benchmarks/test_host.py::def test_each_strategy_has_its_time",
     "python -m tests.benchmarks.choices": "tests/benchmarks/test_host.py::def test_choices_have_host_times",
     "python -m tests.benchmarks.memory": "tests/benchmarks/test_benchmarks.py::def test_memory",
+    'python -m tests.benchmarks.compiled_layers --names "96 rows" --plan H100 modernbert_base_pretraining'
+    " model.tokenizer=none training.batch_size_warmup=null": (
+        "tests/benchmarks/test_compiled_layers.py::def test_a_plan_with_counted_kernels"
+    ),
     "python -m tests.benchmarks.compiled_layers --store": (
         "tests/benchmarks/test_compiled_layers.py::def test_a_layer_has_no_more_kernels_and_bytes_than_stored"
     ),

@@ -6,6 +6,9 @@ operation on CPUs. From the root of the repository:
 
     python -m tests.benchmarks.compiled_layers --store
     python -m tests.benchmarks.compiled_layers --names BERT-large --keys residuals=bf16
+    python -m tests.benchmarks.compiled_layers --names "96 rows" --plan H100 modernbert_base_pretraining KEY=VALUE ...
+
+The last one shows the plan of a step of a recipe, and its plan with the counted kernels of these layers.
 """
 
 from __future__ import annotations
@@ -22,26 +25,46 @@ import torch
 from transformers import AutoConfig, AutoModel
 
 from tests.benchmarks.gpu import BASE, LARGE, LLAMA, MODERN
-from tests.benchmarks.operations import T5
+from tests.benchmarks.operations import FLAT_SIZES, T5, without_padding
 from tests.benchmarks.operations import Case as Step
-from tests.helpers.inductor_code import Graph, written_for_gpu
+from tests.helpers.inductor_code import POINTWISE, REDUCTION, Graph, written_for_gpu
 from trainer.engine import forward
 from trainer.features.shared_casts.weights import StepWeights
-from trainer.models.attention import KEYED_ATTENTION
+from trainer.models.attention import FLAT, KEYED_ATTENTION
 from trainer.models.compiled import CompiledLayers
 from trainer.models.dropout import key_dropout
 from trainer.models.families.table import COMPILE, layers_of
+from trainer.models.layer_hooks import flatten_layers
 from trainer.models.place import PlacedModel
 from trainer.parallel import dtypes
 from trainer.parallel.device_traits import DeviceTraits, planned_traits
 from trainer.parallel.dropout import DropoutKeys, MicrobatchKey
+from trainer.parallel.flat_rows import FlatRows
+from trainer.recipe.reading.loading import load_recipe
 from trainer.recipe.registered import asked_for
+from trainer.tools.plan import work as work_kinds
+from trainer.tools.plan.hardware import parse_devices
+from trainer.tools.plan.recipe_plan import plan_recipe
 from trainer.tools.plan.simulated_rank import _AutocastOfCuda, within
 from trainer.tools.plan.simulated_step import plan_step
-from trainer.tools.plan.work import OPTIMIZER_STEP, VIEW
+from trainer.tools.plan.timing import StepTime, step_time
+from trainer.tools.plan.work import (
+    ATTENTION,
+    BACKWARD,
+    FORWARD,
+    MATMUL,
+    NOTHING,
+    OPTIMIZER_STEP,
+    VIEW,
+    Amount,
+    Kind,
+    Work,
+    sum_of,
+)
 
 STORED = Path(__file__).parents[2] / "docs" / "compiled_layers.json"
 _ON_GPU = DeviceTraits(False, assumes_kernels=True, captures_graphs=False, has_peers=False)
+_MOST_MISSING = 0.02  # of the bytes of all layers beside products, the share that a step may lack
 _OF_UPDATE = ("_foreach_mul_", "_foreach_norm")  # clipping, which the ledger cannot tell from a forward pass
 
 
@@ -73,15 +96,23 @@ class Case:
 
 
 _TOKENS = {f"{name}_token_id": index for index, name in enumerate(("pad", "bos", "eos", "cls", "sep"))}
+_KINDS = {"local": (2, "sliding_attention"), "global": (3, "full_attention")}  # of ModernBERT, and their layers before
 CASES = {
     "BERT-large": Case(LARGE, "sequence_classification", 32, 384),
     "BERT-base": Case(BASE, "sequence_classification", 32, 128),
-    "ModernBERT-base, local attention": Case(
-        {**MODERN, **_TOKENS}, "sequence_classification", 32, 128, num_layers=2, attention="sliding_attention"
-    ),
-    "ModernBERT-base, global attention": Case(
-        {**MODERN, **_TOKENS}, "sequence_classification", 32, 128, num_layers=3, attention="full_attention"
-    ),
+    **{
+        f"ModernBERT-base, {name} attention": Case(
+            {**MODERN, **_TOKENS}, "sequence_classification", 32, 128, num_layers=before, attention=kind
+        )
+        for name, (before, kind) in _KINDS.items()
+    },
+    **{
+        f"ModernBERT-base, {name} attention, {rows} rows of {length:,} tokens without padding": Case(
+            {**MODERN, **_TOKENS}, "masked_lm", rows, length, before, attention=kind, keys=without_padding(length)
+        )
+        for rows, length in FLAT_SIZES
+        for name, (before, kind) in _KINDS.items()
+    },
     "Llama 1B": Case(LLAMA, "causal_lm", 4, 512),
     "T5-base, encoder and decoder": Case(T5, "seq2seq_lm", 32, 128, num_layers=2, num_kinds=2),
 }
@@ -97,6 +128,8 @@ def graphs(case: Case) -> list[list[Graph]]:
     recipe = Step("", {**case.config}, case.task, "bf16", keys=case.keys).plan().recipe
     for change in asked_for("model", recipe):
         change(PlacedModel(model), recipe)
+    if recipe.data.padding_free:
+        flatten_layers(model)
     model.train()
     with planned_traits(_ON_GPU):
         rounded = StepWeights([model], torch.bfloat16)
@@ -105,8 +138,10 @@ def graphs(case: Case) -> list[list[Graph]]:
         ids = torch.randint(5, 64, (rows, length))
         inputs = {"input_ids": ids} | ({"decoder_input_ids": ids} if is_both else {})
         cache = {} if "bert" in settings.model_type else {"use_cache": False}
-        with rounded.use(), keys.use(MicrobatchKey(0, torch.arange(rows))):
-            model(**inputs, **cache)
+        is_flat = recipe.data.padding_free
+        flat = FlatRows.of([length] * rows, length, torch.device("cpu")) if is_flat else None
+        with rounded.use(), keys.use(MicrobatchKey(0, torch.arange(rows), flat)):
+            model(**inputs, **cache, **({FLAT: flat} if is_flat else {}))
 
     with (
         written_for_gpu(tracing=_AutocastOfCuda) as written,
@@ -134,29 +169,29 @@ def chosen(case: Case) -> list[Graph]:
     return found
 
 
-def eager(case: Case) -> tuple[int, int]:
-    """Return the operations and the bytes of one more layer of each stack in the uncompiled training."""
+def eager(case: Case) -> Work:
+    """Return the work of one more layer of each stack in the uncompiled training."""
     found = []
     for num_layers in (case.num_layers + 1, case.num_layers):
         step = Step("", case.sized(num_layers), case.task, "bf16", rows=case.rows, length=case.length, keys=case.keys)
         with mock.patch.object(forward, "has_padding", return_value=False):
             work = plan_step(step.plan(), 0, case.length).totals.work
-        counted = [
-            amount
+        counted = {
+            kind: amount
             for kind, amount in work.items()
             if kind.operation != VIEW
             and kind.name not in _OF_UPDATE
             and (kind.phase != OPTIMIZER_STEP or kind.name == "_foreach_copy_")
-        ]
-        found.append((sum(amount.number for amount in counted), sum(amount.num_bytes for amount in counted)))
-    (number, num_bytes), (fewer, less) = found
-    return number - fewer, num_bytes - less
+        }
+        found.append(counted)
+    more, fewer = found
+    return sum_of(more, fewer, -1)
 
 
 def figures(case: Case) -> dict[str, float]:
     """Return the kernels and gigabytes of the layers that one more adds, compiled and not."""
-    number, num_bytes = eager(case)
-    compiled = chosen(case)
+    work, compiled = eager(case), chosen(case)
+    number, num_bytes = (sum(getattr(amount, name) for amount in work.values()) for name in ("number", "num_bytes"))
     return {
         "layers": case.num_layers_of_model,
         "operations": number,
@@ -167,17 +202,71 @@ def figures(case: Case) -> dict[str, float]:
     }
 
 
+def planned(words: Sequence[str], gpus: str, layers: Sequence[Case]) -> tuple[StepTime, StepTime]:
+    """Return the planned time of a step, and that with compiled layers: their kernels replace single operations.
+
+    Products and attention remain. The kernels of a layer take the time of their bytes: those with a reduction have the
+    rate of reductions in the plan, and the others that of memory.
+
+    Args:
+        words: a recipe and its overrides, with the rows and tokens of `layers`.
+        layers: the kinds of layers of its model.
+    """
+    recipe, *overrides = words
+    made = plan_recipe(load_recipe(recipe, overrides, needs_data=False), parse_devices(gpus, None, None, None))
+    assert made.time is not None
+    assert made.devices.machine is not None
+    (step,), microbatches = made.steps, made.plan.batch.num_microbatches
+    work = dict(step.totals.work)
+    for layer in layers:
+        assert (layer.rows, layer.length) == (made.plan.batch.micro_batch_size, made.length)
+        number = microbatches * layer.num_layers_of_model
+        fused = {
+            kind: amount
+            for kind, amount in eager(layer).items()
+            if amount.number and kind.phase != OPTIMIZER_STEP and kind.operation not in (MATMUL, ATTENTION)
+        }
+        missing = 0
+        for kind, one in fused.items():
+            # The first layer has no norm before its attention, and weights are cast once in a step.
+            known = work.get(kind, NOTHING)
+            work[kind] = Amount(*(max(0, own - number * other) for own, other in zip(known, one, strict=True)))
+            missing += max(0, number * one.num_bytes - known.num_bytes)
+        of_layers = number * sum(one.num_bytes for one in fused.values())
+        assert missing <= _MOST_MISSING * of_layers, "the layers are not those of the recipe"
+        for graph in chosen(layer):
+            phase = BACKWARD if graph.is_backward else FORWARD
+            of_sums = sum(not name.startswith("triton_poi") for name in graph.kernels)
+            kernels = {REDUCTION: of_sums, POINTWISE: len(graph.kernels) - of_sums}
+            for kind, operation in ((REDUCTION, work_kinds.REDUCTION), (POINTWISE, work_kinds.OTHER)):
+                one = Kind(phase, operation, "compiled", torch.bfloat16, 0, 0)
+                work = sum_of(work, {one: Amount(kernels[kind], 0, graph.moved[kind])}, number)
+    compiled = replace(step, totals=replace(step.totals, work=work))
+    return made.time, step_time(made.plan, [compiled], made.devices.machine, made.length)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--names", default="", help="only cases with this text in their names")
     parser.add_argument("--store", action="store_true", help=f"write the figures into docs/{STORED.name}")
     parser.add_argument("--keys", nargs="*", default=[], help="keys of the recipe, as key=value; nothing is stored")
+    parser.add_argument("--plan", nargs="+", default=[], metavar=("GPUS", "RECIPE"), help="show the plan of a step")
     options = parser.parse_args(arguments)
+    given = dict(key.split("=", 1) for key in options.keys)
+    if options.plan:
+        gpus, *words = options.plan
+        layers = [replace(case, keys={**case.keys, **given}) for name, case in CASES.items() if options.names in name]
+        times = planned([*words, *options.keys], gpus, layers)
+        for name, time in zip(("one by one", "compiled"), times, strict=True):
+            parts = ", ".join(f"{part} {seconds:.3f} s" for part, seconds in time.parts.items() if seconds)
+            rates = [time.tokens_per_second * time.likely / seconds for seconds in (time.most, time.least)]
+            print(f"{name}: {time.tokens_per_second:,.0f} tokens/s, {rates[0]:,.0f} to {rates[1]:,.0f}; {parts}")
+        return
     found = json.loads(STORED.read_text(encoding="utf-8")) if STORED.exists() else {}
     for name, case in CASES.items():
         if options.names not in name:
             continue
-        found[name] = figures(replace(case, keys=dict(key.split("=", 1) for key in options.keys)))
+        found[name] = figures(replace(case, keys={**case.keys, **given}))
         print(name, found[name], flush=True)
         if options.store and not options.keys:
             kept = {name: found[name] for name in CASES if name in found}

@@ -84,6 +84,8 @@ _LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "expert 2": (2, {"strategy": "ddp", "expert": 2}),
     "context 2": (2, {"context": 2}),
 }
+FLAT_SIZES = ((96, 1024), (12, 8192))
+"""The rows and tokens of steps without padding."""
 _USUAL = ("one process", "ddp", "fsdp", "tensor 2")
 _WITHOUT_PADDING = ("one process", "ddp", "fsdp", "context 2")
 _DATA, _COLUMNS, _ROWS = "dp", "colwise", "rowwise"
@@ -166,13 +168,13 @@ def cases() -> list[Case]:
             )
         ),
         *(
-            Case("ModernBERT-base", MODERN, "masked_lm", "bf16", layout, rows=rows, length=length, keys=_flat(length))
-            for (rows, length), layout in product(((96, 1024), (12, 8192)), _WITHOUT_PADDING)
+            Case("ModernBERT-base", MODERN, "masked_lm", "bf16", layout, 1, rows, length, without_padding(length))
+            for (rows, length), layout in product(FLAT_SIZES, _WITHOUT_PADDING)
         ),
     ]
 
 
-def _flat(length: int) -> dict[str, Any]:
+def without_padding(length: int) -> dict[str, Any]:
     """Return the keys of ModernBERT's pretraining: rows without padding, and 30 % of the words masked."""
     data = {"source": "files", "train": "none", "max_length": length, "padding_free": True}
     return {"data": data, "task": {"type": "masked_lm", "text": "text", "mask_probability": MASKED}}

@@ -36,6 +36,8 @@ from trainer.parallel import dropout
 
 GPU = torch.device("cuda", 0)
 CAPABILITY = (9, 0)
+REDUCTION, POINTWISE, OTHER = "reduction", "pointwise", "other"
+"""The kinds of kernels: Inductor's with and without reductions, and operations that it does not write."""
 _H100 = SimpleNamespace(
     name="H100", gcnArchName="", multi_processor_count=132, major=9, minor=0, regs_per_multiprocessor=65536,
     max_threads_per_multi_processor=2048, max_threads_per_block=1024, warp_size=32, total_memory=80 << 30,
@@ -50,8 +52,12 @@ class Graph:
     kind: int  # the number of the compiled function, of which it is one pass
     is_backward: bool
     code: str
-    num_bytes: int  # that its kernels read and write
+    moved: dict[str, int]  # the bytes that its kernels read and write, by `REDUCTION`, `POINTWISE` and `OTHER`
     saved: list[tuple[torch.dtype, int]]  # the types of its outputs, and their numbers of elements
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.moved.values())
 
     @property
     def num_kernels(self) -> int:
@@ -89,11 +95,11 @@ def written_for_gpu(
     written, kinds = Written(), list[int]()
 
     def inner(module: fx.GraphModule, inputs: Sequence[Any], kind: int, **options: Any) -> Any:
-        code, num_bytes = _write(_copied(module), inputs, bool(options.get("is_backward")))
+        code, moved = _write(_copied(module), inputs, bool(options.get("is_backward")))
         (outputs,) = next(iter(reversed(module.graph.nodes))).args
         values = [node.meta["val"] if isinstance(node, fx.Node) else node for node in outputs]
         saved = [(x.dtype, int(x.numel())) for x in values if isinstance(x, Tensor)]
-        written.graphs.append(Graph(kind, bool(options.get("is_backward")), code, num_bytes, saved))
+        written.graphs.append(Graph(kind, bool(options.get("is_backward")), code, moved, saved))
         if run is not None:
             call = run(code)
             return compile_fx.make_boxed_func(lambda *arguments: call([*arguments]))
@@ -127,8 +133,8 @@ def _copied(module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(module, graph)
 
 
-def _write(module: fx.GraphModule, inputs: Sequence[Any], is_backward: bool) -> tuple[str, int]:
-    """Return the code of a graph on a GPU, and the bytes that its kernels read and write."""
+def _write(module: fx.GraphModule, inputs: Sequence[Any], is_backward: bool) -> tuple[str, dict[str, int]]:
+    """Return the code of a graph on a GPU, and the bytes that its kernels read and write, by their kind."""
     fake = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None) or FakeTensorMode()
 
     def moved(tensor: Tensor) -> Tensor:
@@ -153,8 +159,11 @@ def _write(module: fx.GraphModule, inputs: Sequence[Any], is_backward: bool) -> 
         with V.set_graph_handler(graph), V.set_extern_kernel_nodes([]):
             graph.run(*inputs)
             code, _ = graph.codegen()
-            num_bytes = graph.count_bytes()[0]
-    return code.value, num_bytes
+            moved = dict.fromkeys((REDUCTION, POINTWISE, OTHER), 0)
+            for node in graph.scheduler.nodes:
+                kind = OTHER if node.is_extern() else REDUCTION if node.is_reduction() else POINTWISE
+                moved[kind] += int(node.get_read_write_buffers_sizes())
+    return code.value, moved
 
 
 def _scattered(whole: Tensor, part: Tensor, views: Sequence[Any]) -> Tensor:

@@ -45,7 +45,7 @@ def test_all_shipped_recipes_have_a_shape():
 
 
 def test_a_plan_and_a_check_need_no_network(capsys: pytest.CaptureFixture[str]):
-    words = ["bert_base_mrpc", "parallel.tensor=2", "data.max_length=16", "training.micro_batch_size=2"]
+    words = ["bert_base_mrpc", "parallel.tensor=2", "data.max_length=16", "training.micro_batch_size=2", "compile=true"]
     assert main(["plan", *words, "--gpus", "2x12gib", "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
     assert made["fits"]
@@ -54,7 +54,8 @@ def test_a_plan_and_a_check_need_no_network(capsys: pytest.CaptureFixture[str]):
     assert 109482240 * 4 / 2 < made["ranks"][0]["resident"]["parameters"] < 109482240 * 4 * 0.52
     assert made["notes"] == [
         "the shape of google-bert/bert-base-uncased comes with the package; a configuration in the hub's cache would"
-        " have precedence"
+        " have precedence",
+        "`compile` is not counted: its layers fuse operations, so time and memory of the plan are upper bounds",
     ]
     assert main(["check", *words, "--processes", "2"]) == 0
     shown = capsys.readouterr().out

@@ -25,11 +25,12 @@ from trainer.tools.plan.recipe_plan import (
     RecipePlan,
     TrainingCost,
     bytes_by_link,
+    plan_notes,
     traffic_by_axis,
     traffic_by_module,
 )
 from trainer.tools.plan.searching import MOST_SHOWN, SearchResult
-from trainer.tools.plan.shapes import shape_notes, shaped
+from trainer.tools.plan.shapes import shaped
 from trainer.tools.plan.simulated_step import planned_model
 from trainer.tools.report.timeline import ACTION_COLOURS, ACTION_NAMES, as_text
 from trainer.tools.writing import write_over
@@ -61,7 +62,7 @@ def plan_text(
 
 
 def _notes(plan: RunPlan) -> list[str]:
-    notes = shape_notes(plan.recipe)
+    notes = plan_notes(plan.recipe)
     if plan.recipe.model.adapter is None:
         return notes
     described = planned_model(shaped(plan))

@@ -345,11 +345,17 @@ def cost_of(made: RecipePlan, rows: int | None, price_of_hour: float | None) -> 
     return TrainingCost(steps, tokens, hours, gpu_hours, None if price_of_hour is None else gpu_hours * price_of_hour)
 
 
+def plan_notes(recipe: Recipe) -> list[str]:
+    """Return notes on the shape of the model, and on parts of the recipe that the plan does not count."""
+    fused = "`compile` is not counted: its layers fuse operations, so time and memory of the plan are upper bounds"
+    return [*shape_notes(recipe), *[fused] * recipe.compile]
+
+
 def as_object(made: RecipePlan, changes: Sequence[Choice]) -> Mapping[str, Any]:
     """Return the plan as JSON values; sizes are bytes."""
     return {
         "layout": str(made.plan.layout),
-        "notes": [*shape_notes(made.plan.recipe), *filter(None, (made.devices.rates_note,))],
+        "notes": [*plan_notes(made.plan.recipe), *filter(None, (made.devices.rates_note,))],
         "parameters": made.num_parameters,
         "length": made.length,
         "fits": made.fits,
