@@ -40,6 +40,19 @@ def names(
     return [one.name for one in contestants(recipe, words, file, processes, gpus)[1]]
 
 
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("`a` must be 1\nmore", "`a` must be 1"),
+        ("rank 0 failed:\n  the disk is full\nmore", "rank 0 failed: the disk is full"),
+        ("rank 0 failed:\nTraceback (most recent call last):\n  x\nValueError: y", "ValueError: y"),
+        (None, ""),
+    ],
+)
+def test_a_failure_has_its_reason_in_one_line(text: str | None, line: str):
+    assert turns.first_line(text) == line
+
+
 class TestContestants:
     def test_on_two_ranks(self):
         assert names([]) == [

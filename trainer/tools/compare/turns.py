@@ -256,6 +256,8 @@ def _redirect_output(place: Path) -> None:
 
 
 def first_line(text: str | None) -> str:
-    """Return the last line of a traceback, or the first line of another message."""
+    """Return the last line of a traceback, or the first line of another message, with the rank that failed."""
     lines = (text or "").strip().splitlines() or [""]
-    return lines[-1] if any(line.startswith("Traceback ") for line in lines) else lines[0]
+    if any(line.startswith("Traceback ") for line in lines):
+        return lines[-1]
+    return " ".join(map(str.strip, lines[: 1 + lines[0].endswith(":")]))
