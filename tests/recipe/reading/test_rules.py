@@ -168,6 +168,11 @@ RANDOM = ("model.name_or_path=null", CONFIG, "model.tokenizer=google-bert/bert-b
             '`task.class_weights` is "balanced", which counts every row once, but `data.mixture` changes how often each'
             " is read; write the weights",
         ),
+        (
+            ["compile=true", "data.padding_free=true", "parallel.tensor=2", "parallel.sequence=true"],
+            "`parallel.sequence` is true, but with `data.padding_free` and `compile`, each microbatch would need a"
+            " compilation for the positions of a rank; set one of them to false",
+        ),
         (['task.text=["a", "a"]'], '`task.text` has the column "a" twice; a pair needs two columns'),
         (
             ["task.label=sentence"],
