@@ -50,6 +50,7 @@ def write_shipped_chain(folder: Path) -> Path:
         "stages": {
             "*": {
                 "precision": "fp32",
+                "compile": False,  # context ranks refuse it
                 "evaluation": {"every": "4 steps", "verify_export": 0},
                 "checkpoint": {"every": "2 steps", "asynchronous": False},
                 "logging": {"every": "1 step", "to": ["jsonl"]},
