@@ -168,16 +168,10 @@ class StageChain:
                 raise UsageError(
                     f"`stage` is {stage.name}, which starts from {missing}, but that is not done; leave `stage` out"
                 )
-            if written and (before := written["began_from"]) != began:
-                if before.keys() == began.keys():
-                    other = next(name for name in began if began[name] != before[name])
-                    changed = f"began from another run of {other} than the present one"
-                else:
-                    names = [" and ".join(runs) or "no stage" for runs in (before, began)]
-                    changed = "began from {}, but the recipe now starts it from {}".format(*names)
+            if written and written["began_from"] != began:
                 raise UsageError(
-                    f"the stage {stage.name} in {stage.folder} {changed}; remove {stage.folder}, or name another"
-                    " `checkpoint.folder`"
+                    f"the stage {stage.name} in {stage.folder} {_other_start(written['began_from'], began)}; remove"
+                    f" {stage.folder}, or name another `checkpoint.folder`"
                 )
             if not (self._resumes and "run" in written):
                 pending.append(stage)
@@ -238,6 +232,16 @@ class StageChain:
                     link.unlink()
                 if (last.folder / name).exists() and not link.exists():
                     os.symlink(os.path.join(last.folder.name, name), link)
+
+
+def _other_start(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Describe the difference of two starts of a stage, each the runs that it began from by the names of stages."""
+    if before.keys() == now.keys():
+        return (
+            f"began from another run of {next(name for name in now if now[name] != before[name])} than the present one"
+        )
+    names = [" and ".join(runs) or "no stage" for runs in (before, now)]
+    return "began from {}, but the recipe now starts it from {}".format(*names)
 
 
 def _starts(stage: Stage, pending: Sequence[Stage] = ()) -> dict[str, str | None]:

@@ -132,23 +132,28 @@ def _changed(layers: list[Node], reading: _Reading) -> list[Node]:
     if not isinstance(listed.value, list) or not listed.value:
         reading.report(listed, f"`{_KEY}` must be a list of stages, but is {shown_value(listed.plain())}; list one")
         return []
-    nodes = list(listed.value)
+    nodes: list[Node] = listed.value
     for layer in objects:
         for name, change in sorted(layer.members.items(), key=lambda item: item[0] != _ALL):
-            found = [index for index, node in enumerate(nodes) if name in (_ALL, str(_plain(node, "name")))]
-            if not found:
-                names = ", ".join(str(_plain(node, "name")) for node in nodes)
-                reading.report(change, f"`{_KEY}.{name}` is no stage; the stages are {names}")
-            elif change.value is None:
-                nodes = [node for index, node in enumerate(nodes) if index not in found]
-            elif not isinstance(change.value, dict):
-                problem = f"must be an object with keys of the stage, but is {shown_value(change.plain())}"
-                reading.report(change, f"`{_KEY}.{name}` {problem}; null removes the stage")
-            else:
-                nodes = [merged(node, change) if index in found else node for index, node in enumerate(nodes)]
+            nodes = _with_change(nodes, name, change, reading)
     if not nodes:
         reading.report(listed, f"`{_KEY}` must keep a stage, but all are removed")
     return nodes
+
+
+def _with_change(nodes: list[Node], name: str, change: Node, reading: _Reading) -> list[Node]:
+    """Return the nodes of stages after a change of one, or of all; null removes it."""
+    names = [str(_plain(node, "name")) for node in nodes]
+    if name != _ALL and name not in names:
+        reading.report(change, f"`{_KEY}.{name}` is no stage; the stages are {', '.join(names)}")
+        return nodes
+    if change.value is not None and not isinstance(change.value, dict):
+        problem = f"must be an object with keys of the stage, but is {shown_value(change.plain())}"
+        reading.report(change, f"`{_KEY}.{name}` {problem}; null removes the stage")
+        return nodes
+    changed = [None if change.value is None else merged(node, change) for node in nodes]
+    chosen = (new if name in (_ALL, own) else node for node, own, new in zip(nodes, names, changed, strict=True))
+    return [node for node in chosen if node is not None]
 
 
 def _plain(node: Node, key: str) -> Any:

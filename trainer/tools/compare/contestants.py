@@ -56,14 +56,7 @@ def contestants(
         UsageError: the file cannot be read, or a line of it is not of overrides.
         RecipeError: the recipe is wrong with its common overrides.
     """
-    common: list[str] = []
-    axes: list[list[str]] = []
-    for word in words:
-        key, values = values_of(word)
-        if len(values) > 1:
-            axes.append([f"{key}={value}" for value in values])
-        else:
-            common.append(word)
+    common, axes = _with_axes(words)
     own = load_recipe(recipe, common).recipe
     if axes or file is not None:
         lines = [()] if file is None else list(_lines(file))
@@ -75,9 +68,15 @@ def contestants(
         keys = own.model_dump(mode="json")
         found = [changing(layout, keys, given) for layout in _sensible(processes, gpus)]
     made = [Contestant(layout, _ranks(recipe, common, layout, processes)) for layout in dict.fromkeys(found)]
-    if file is None and not axes:
-        made = [one for one in made if not one.overrides or _is_allowed(recipe, common, one)]
-    return common, made
+    is_named = file is not None or axes
+    return common, [one for one in made if is_named or not one.overrides or _is_allowed(recipe, common, one)]
+
+
+def _with_axes(words: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """Return the words with one value, and the values of each other one as overrides."""
+    read = [(word, *values_of(word)) for word in words]
+    axes = [[f"{key}={value}" for value in values] for _, key, values in read if len(values) > 1]
+    return [word for word, _, values in read if len(values) < 2], axes
 
 
 def _is_allowed(recipe: str, common: Sequence[str], one: Contestant) -> bool:
