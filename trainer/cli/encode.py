@@ -15,7 +15,7 @@ def encode(
     recipe: RecipeArgument,
     output: Annotated[Path, typer.Argument(metavar="OUT", help="The folder of shards: new, or begun by this verb.")],
     overrides: OverridesArgument = None,
-    to: Annotated[Literal["parquet", "megatron"], typer.Option(help="Format of the shards.")] = "parquet",
+    to: Annotated[Literal["parquet", "arrow", "megatron"], typer.Option(help="Format of the shards.")] = "parquet",
     processes: Annotated[int | None, count("Processes that tokenise; default: one for each core.")] = None,
     shard_rows: Annotated[int, count("Most rows of a shard.")] = 100_000,
     as_json: JsonOption = False,

@@ -51,10 +51,19 @@ def write_shards(folder: Path, ending: str, sizes=SIZES) -> None:
         rows, path = ROWS[start : start + size], folder / f"part-{number}{ending}"
         if ending == ".parquet":
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=5)
+        elif ending == ".arrow":
+            path.write_bytes(arrow_file(rows))
         else:
             text = "\n".join(json.dumps(row) + "\n" * (index % 3 == 0) for index, row in enumerate(rows))
             path.write_text("\ufeff" * (number == 0) + text + "\n" * (number % 2), encoding="utf-8")
         start += size
+
+
+def arrow_file(rows: list[dict], makes=pyarrow.ipc.new_file) -> bytes:
+    file, table = io.BytesIO(), pyarrow.Table.from_pylist(rows)
+    with makes(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=5)
+    return file.getvalue()
 
 
 def long_rows() -> bytes:
@@ -110,8 +119,9 @@ def steps_of(recipe, ranks=1, progress=None):
     return [contents(batches) for batches in zip(*loaders(recipe, ranks, progress), strict=True)]
 
 
-@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet", ".arrow"])
 def test_an_epoch_has_every_row_once_and_in_another_order(folder, ending):
+    write_shards(folder, ending)
     (loader,) = loaders(recipe_of(folder, train=f"part-*{ending}"))
     epochs = [[loader.row_ids(step) for step in range(start, start + 7)] for start in (0, 7)]
     assert len(loader) == 14, "81 rows in batches of 12, twice"
@@ -303,6 +313,8 @@ def test_an_index_is_kept_and_notices_another_file(folder, monkeypatch):
         ("a.jsonl", b'{"text": "x", "label": "a"}\n{"text": 1, "label": "a"}\n', "of the same type|must be a string"),
         ("a.jsonl", b"\n\n", "must hold at least one row"),
         ("a.parquet", b"PAR1 no", "must hold parquet that can be read, but `.*a.parquet` cannot"),
+        ("a.arrow", arrow_file(ROWS)[:-9], "must hold arrow that can be read, but `.*a.arrow` cannot"),
+        ("a.arrow", arrow_file(ROWS, pyarrow.ipc.new_stream), "`.*a.arrow` must be in Arrow's file format"),
         ("a.jsonl.gz", b"", "cannot be read from the middle"),
         ("a.jsonl", b"{" + b"a" * 3000, "the line of `.*a.jsonl` at byte 0 is longer than"),
         ("a.parquet", long_rows(), "those of a row group of `.*a.parquet` have"),
@@ -343,10 +355,12 @@ def test_first_rows_may_all_be_filtered_out(folder, monkeypatch):
         prepare_data(recipe_of(folder, 'data.map.where=["id >= 5"]', *keys, train="late.jsonl"))
 
 
-def test_a_changed_shard_is_named(folder):
-    (loader,) = loaders(recipe_of(folder, train="part-2.parquet"))
-    write_shards(folder, ".parquet", sizes=(20, 20, 20, 20))
-    with pytest.raises(DataError, match=r"`.*part-2.parquet` must not change"):
+@pytest.mark.parametrize("ending", [".parquet", ".arrow"])
+def test_a_changed_shard_is_named(folder, ending):
+    write_shards(folder, ending)
+    (loader,) = loaders(recipe_of(folder, train=f"part-2{ending}"))
+    write_shards(folder, ending, sizes=(20, 20, 20, 20))
+    with pytest.raises(DataError, match=rf"`.*part-2{ending}` must not change"):
         list(loader)
 
 

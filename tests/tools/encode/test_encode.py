@@ -70,6 +70,7 @@ def losses(recipe: Path, folder: Path, *overrides: str) -> list[Any]:
     [
         ("masked_lm", "parquet", None),
         pytest.param("causal_lm", "megatron", "documents", marks=pytest.mark.slow),
+        pytest.param("masked_lm", "arrow", None, marks=pytest.mark.slow),
         pytest.param("masked_lm", "megatron", None, marks=pytest.mark.nightly),
         pytest.param("causal_lm", "parquet", "none", marks=pytest.mark.nightly),
         pytest.param("causal_lm", "parquet", "joined", marks=pytest.mark.nightly),
@@ -132,7 +133,7 @@ def test_processes_write_the_same_and_a_second_call_goes_on(tmp_path, monkeypatc
 
 def test_the_files_are_those_of_the_tokenizer(tmp_path):
     recipe = recipe_of(tmp_path, "causal_lm")
-    for to in ("parquet", "megatron"):
+    for to in ("parquet", "arrow", "megatron"):
         found = encoded(recipe, tmp_path / to, to=to)
     texts = [json.loads(line)["text"] for line in (tmp_path / "train.jsonl").read_text().splitlines()]
     tokenizer = load_tokenizer(recipe)
@@ -140,8 +141,9 @@ def test_the_files_are_those_of_the_tokenizer(tmp_path):
     table = pyarrow.parquet.read_table(sorted((tmp_path / "parquet").glob("train-*.parquet")))
     assert table["input_ids"].to_pylist() == expected
     # The reader is tested with files of Megatron's own writer.
-    data = FileData(source="files", train=str(tmp_path / "megatron" / "train-*.idx"))
-    assert load_splits(data).train.rows["input_ids"][:] == expected
+    for to, names in (("arrow", "train-*.arrow"), ("megatron", "train-*.idx")):
+        data = FileData(source="files", train=str(tmp_path / to / names))
+        assert load_splits(data).train.rows["input_ids"][:] == expected
     size = (tmp_path / "megatron" / "train-00-00000.bin").stat().st_size
     assert size == 2 * sum(map(len, expected[:15])), "a small vocabulary takes two bytes"
     validation = sum(map(len, found_rows(tmp_path / "parquet", "validation")))

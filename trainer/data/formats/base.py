@@ -294,6 +294,16 @@ def readable(schema: pyarrow.Schema) -> Features:
     return datasets.Features(columns)
 
 
+def dataset_of(table: pyarrow.Table, features: Mapping[str, Any]) -> Dataset:
+    """Return a table as rows; its columns get their types among `features`, if `datasets` would take others."""
+    from datasets import Dataset, Features
+    from datasets.table import InMemoryTable, table_cast
+
+    kinds = Features({name: features[name] for name in table.column_names})
+    differs = Features.from_arrow_schema(table.schema) != kinds
+    return Dataset(InMemoryTable(table_cast(table, kinds.arrow_schema) if differs else table))
+
+
 def _without_views(feature: Any) -> Any:
     """Return a type with texts and binary values as tasks read them, instead of views of them."""
     import datasets

@@ -1,7 +1,7 @@
 """The index of a shard: the parts from which reading can begin, with their rows; and the reading of rows from there.
 
-The parts of Parquet are its row groups, which its footer names. Those of JSON Lines are runs of lines of about 4 MiB;
-one pass over the shard finds them, and the cache keeps them.
+The parts of Parquet are its row groups, which its footer names. Those of Arrow are its batches of rows, and those of
+JSON Lines are runs of lines of about 4 MiB; one pass over the shard finds them, and the cache keeps them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -20,7 +20,7 @@ import numpy as np
 from trainer.base.digests import digest_of
 from trainer.base.disk import read_plain, replace_text
 from trainer.base.errors import DataError
-from trainer.data.formats.base import chat_features, readable, require_own_names
+from trainer.data.formats.base import chat_features, dataset_of, readable, require_own_names
 from trainer.data.formats.json_lines import HALF_PAIR, is_text
 from trainer.data.order import IndexArray
 from trainer.features.streams.shards import Shard
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 _ROWS_AT_ONCE, _BYTES_AT_ONCE = 1000, 4 << 20
 _LONGEST_LINE = 32 << 20
-_FOOTER_END = 8  # bytes at the end of Parquet: the length of the footer, and a mark
+_MARKS_AT_END = {"parquet": 4, "arrow": 6}
+"""The bytes of the mark at the end of a shard; the length of the footer is before it, and the footer before that."""
 _BUFFER_BYTES = 1 << 20
 _MARK = b"\xef\xbb\xbf"  # of UTF-8, before the first line
 
@@ -40,9 +41,9 @@ class ShardIndex:
     """The parts of a shard.
 
     Attributes:
-        starts: the row group or the first byte of each part.
+        starts: the row group, the batch or the first byte of each part.
         ends: the number of rows up to the end of each part.
-        checksum: of the lines, or of the footer of Parquet.
+        checksum: of the lines, or of the footer.
     """
 
     shard: Shard
@@ -78,7 +79,7 @@ def index_of(shard: Shard, cache: Path) -> ShardIndex:
         if digest != digest_of(content):
             raise ValueError
     except (OSError, ValueError):
-        content = json.dumps(_row_groups(shard) if shard.file_format == "parquet" else _line_runs(shard))
+        content = json.dumps(_PARTS[shard.file_format](shard))
         # Ranks of several machines may write it at once; they write the same.
         replace_text(kept, f"{digest_of(content)}\n{content}", alone=False)
     return _index(shard, *json.loads(content))
@@ -95,13 +96,30 @@ def _row_groups(shard: Shard) -> tuple[list[tuple[int, int]], int]:
     def begin(_: int) -> Iterator[tuple[list[tuple[int, int]], int]]:
         with shard.open() as raw, _parquet(raw) as file:
             counts = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
-            raw.seek(-_FOOTER_END, os.SEEK_END)
-            length = int.from_bytes(raw.read(4), "little")
-            raw.seek(-_FOOTER_END - length, os.SEEK_END)
-            # The footer has the place and size of each column chunk; a checksum of the pages would read the whole file.
-            yield [(number, count) for number, count in enumerate(counts) if count], zlib.crc32(raw.read(length))
+            yield [(number, count) for number, count in enumerate(counts) if count], _footer_checksum(shard, raw)
 
     return next(shard.resumed(0, begin, len))
+
+
+def _batches(shard: Shard) -> tuple[list[tuple[int, int]], int]:
+    """Return the number of each batch with rows and its number of rows, and the checksum of the footer."""
+
+    def begin(_: int) -> Iterator[tuple[list[tuple[int, int]], int]]:
+        with shard.open() as raw, _arrow(shard, raw) as file:
+            # The footer has the places of the batches; each of them has its number of rows.
+            counts = [file.get_batch(number).num_rows for number in range(file.num_record_batches)]
+            yield [(number, count) for number, count in enumerate(counts) if count], _footer_checksum(shard, raw)
+
+    return next(shard.resumed(0, begin, len))
+
+
+def _footer_checksum(shard: Shard, raw: Any) -> int:
+    """Return the checksum of places and sizes in an open shard; one of the rows would read the whole shard."""
+    end = 4 + _MARKS_AT_END[shard.file_format]
+    raw.seek(-end, os.SEEK_END)
+    length = int.from_bytes(raw.read(4), "little")
+    raw.seek(-end - length, os.SEEK_END)
+    return zlib.crc32(raw.read(length))
 
 
 def _line_runs(shard: Shard) -> tuple[list[tuple[int, int]], int]:
@@ -160,6 +178,25 @@ def _parquet(raw: Any) -> Any:
     return ParquetFile(raw, pre_buffer=False, buffer_size=_BUFFER_BYTES, page_checksum_verification=True)
 
 
+def _arrow(shard: Shard, raw: Any) -> Any:
+    """Return an open shard in Arrow's file format."""
+    from pyarrow import ipc
+
+    if raw.read(6) != b"ARROW1":
+        raise DataError(
+            f"`{shard}` must be in Arrow's file format with `data.streaming`, but is not, as files of `save_to_disk`"
+            " are not; convert it to Parquet, or set `data.streaming` to false"
+        )
+    return ipc.open_file(raw)
+
+
+_PARTS: Mapping[str, Callable[[Shard], tuple[list[tuple[int, int]], int]]] = {
+    "parquet": _row_groups,
+    "arrow": _batches,
+    "json": _line_runs,
+}
+
+
 def first_rows(shards: Sequence[Shard]) -> Iterator[tuple[Shard, int, Dataset]]:
     """Yield a shard, a row of it, and at most 1,000 rows from there on; no pass over JSON Lines is needed.
 
@@ -170,8 +207,8 @@ def first_rows(shards: Sequence[Shard]) -> Iterator[tuple[Shard, int, Dataset]]:
     is_empty = True
     for shard in shards:
         first_row = 0
-        if shard.file_format == "parquet":
-            index = _index(shard, *_row_groups(shard))
+        if shard.file_format != "json":
+            index = _index(shard, *_PARTS[shard.file_format](shard))
         else:
             # One part without an end, since the rows are not counted yet.
             index = ShardIndex(shard, np.array([0]), np.array([np.iinfo(np.int64).max]))
@@ -236,27 +273,19 @@ class RowReader:
 
     def all_rows(self, index: ShardIndex, start: int) -> Iterator[Dataset]:
         """Yield the rows of a shard from a row on, in parts."""
-        begin = self._parquet_rows if index.shard.file_format == "parquet" else self._json_rows
+        readers = {"parquet": self._parquet_rows, "arrow": self._arrow_rows, "json": self._json_rows}
+        begin = readers[index.shard.file_format]
         return index.shard.resumed(start, lambda row: begin(index, row), len)
 
     def _parquet_rows(self, index: ShardIndex, start: int) -> Iterator[Dataset]:
-        from datasets import Dataset, Features
-        from datasets.table import InMemoryTable, table_cast
         from pyarrow import Table
 
         if start >= index.num_rows:
             return
         first = index.part_of(start)
         with index.shard.open() as raw, _parquet(raw) as file:
-            require_own_names(file.schema_arrow.names, f"`{index.shard}`")
-            features = readable(file.schema_arrow)
-            names = list(features)
-            columns = names if self._columns is None else list(self._columns)
-            if missing := [name for name in columns if name not in names]:
-                raise DataError(
-                    f"`data.train` must name shards with the same columns, but `{index.shard}` has no {missing[0]},"
-                    f" only {', '.join(names)}; rename columns, or leave the shard out"
-                )
+            features = self._types(file.schema_arrow, index.shard)
+            columns = list(features)
             skip = start - index.first_row(first)
             for part in range(first, len(index.starts)):
                 group = int(index.starts[part])
@@ -267,11 +296,42 @@ class RowReader:
                     if len(batch) <= skip:
                         skip -= len(batch)
                         continue
-                    table = Table.from_batches([batch.slice(skip)])
-                    if any(features[name] != kind for name, kind in Features.from_arrow_schema(table.schema).items()):
-                        table = table_cast(table, Features({name: features[name] for name in columns}).arrow_schema)
-                    yield Dataset(InMemoryTable(table))
+                    yield dataset_of(Table.from_batches([batch.slice(skip)]), features)
                     skip = 0
+
+    def _arrow_rows(self, index: ShardIndex, start: int) -> Iterator[Dataset]:
+        from pyarrow import Table
+
+        if start >= index.num_rows:
+            return
+        first = index.part_of(start)
+        with index.shard.open() as raw, _arrow(index.shard, raw) as file:
+            features = self._types(file.schema, index.shard)
+            skip = start - index.first_row(first)
+            for number in map(int, index.starts[first:]):
+                if number >= file.num_record_batches:
+                    raise _changed(index)
+                batch = file.get_batch(number).select(list(features))
+                batch.validate(full=True)  # a wrong offset would be read outside of the batch
+                at_once = min(_ROWS_AT_ONCE, max(1, _BYTES_AT_ONCE * len(batch) // max(1, batch.nbytes)))
+                for row in range(skip, len(batch), at_once):
+                    yield dataset_of(Table.from_batches([batch.slice(row, at_once)]), features)
+                skip = 0
+
+    def _types(self, schema: Any, shard: Shard) -> Features:
+        """Return the types of the columns that are read, from the schema of Arrow of a shard."""
+        from datasets import Features
+
+        require_own_names(schema.names, f"`{shard}`")
+        features = readable(schema)
+        names = list(features)
+        columns = names if self._columns is None else list(self._columns)
+        if missing := [name for name in columns if name not in names]:
+            raise DataError(
+                f"`data.train` must name shards with the same columns, but `{shard}` has no {missing[0]}, only"
+                f" {', '.join(names)}; rename columns, or leave the shard out"
+            )
+        return Features({name: features[name] for name in columns})
 
     def _json_rows(self, index: ShardIndex, start: int) -> Iterator[Dataset]:
         if start >= index.num_rows:

@@ -20,7 +20,7 @@ class StreamKeys(FileData):
     """The kind and the windows of a stream."""
 
     streaming: bool = False
-    """Read the training split window by window: Parquet or JSON Lines, also from URLs such as
+    """Read the training split window by window: Parquet, Arrow or JSON Lines, also from URLs such as
     `s3://bucket/part-*.parquet`; see trainer/features/streams/page.md."""
     shuffle_window: int = Field(16_384, ge=1)
     """With `streaming`: rows that are shuffled together."""
@@ -34,7 +34,7 @@ class StreamKeys(FileData):
             for key in self.changed("shuffle_window"):
                 yield clash(f"applies to streams only; remove it, or set `{_KEY}` to true", f"data.{key}")
             return
-        if self.format not in (None, "json", "parquet"):
+        if self.format not in (None, "json", "parquet", "arrow"):
             text = f"is {shown_value(self.format)}, which `{_KEY}` does not read; convert the files to Parquet"
             yield clash(text, "data.format", _KEY)
         of_formats = [key for row in file_formats().values() for key in row.keys]

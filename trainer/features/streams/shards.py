@@ -1,4 +1,4 @@
-"""Shards of a stream: Parquet or JSON Lines files at any place that fsspec opens, and reading with retries."""
+"""Shards of a stream: Parquet, Arrow or JSON Lines files at any place that fsspec opens, and reading with retries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Event, Thread
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast, get_args
 
 from trainer.base.errors import DataError, TrainerError, UsageError, causes, may_pass
 from trainer.base.file_formats import formats_by_ending
@@ -32,7 +32,7 @@ _TRY_AGAIN = (408, 429)  # answers of HTTP: a time limit, and too many requests
 _STAMPS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "Last-Modified")
 
 Item = TypeVar("Item")
-ShardFormat = Literal["json", "parquet"]
+ShardFormat = Literal["json", "parquet", "arrow"]
 
 
 @dataclass(frozen=True)
@@ -221,10 +221,10 @@ def _found(name: str, file_format: str | None) -> Iterator[Shard]:
 def _format(place: str, given: str | None) -> ShardFormat:
     name = place.lower()
     found = given or next((kind for end, kind in formats_by_ending().items() if name.endswith(end)), None)
-    if found in ("json", "parquet"):
+    if found in get_args(ShardFormat):
         return cast(ShardFormat, found)
     raise DataError(
-        f"`{_KEY}` must name Parquet or JSON Lines (.parquet, .jsonl) with `data.streaming`, but names"
+        f"`{_KEY}` must name Parquet, Arrow or JSON Lines (.parquet, .arrow, .jsonl) with `data.streaming`, but names"
         f" `{without_secrets(place)}`; convert it: other files, and those that are compressed as a whole, cannot be"
         " read from the middle"
     )

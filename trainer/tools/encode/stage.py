@@ -21,7 +21,7 @@ _FOLDER = "shards"
 class EncodeStage(Section):
     """The keys of a stage that writes the token ids of its recipe's texts, from which the stages after it train."""
 
-    to: Literal["parquet", "megatron"] = "parquet"
+    to: Literal["parquet", "arrow", "megatron"] = "parquet"
     """Format of the shards."""
     shard_rows: Annotated[int, Field(gt=0)] = 100_000
     """Most rows of a shard."""

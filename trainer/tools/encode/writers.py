@@ -1,4 +1,4 @@
-"""Files of token ids: Parquet, and the indexed form of Megatron (`megatron.core.datasets.indexed_dataset`)."""
+"""Files of token ids: Parquet, Arrow, and the indexed form of Megatron (`megatron.core.datasets.indexed_dataset`)."""
 
 from __future__ import annotations
 
@@ -79,6 +79,27 @@ class ParquetShard(ShardWriter):
         self._file.close()
 
 
+class ArrowShard(ShardWriter):
+    """Arrow's file format with a column of lists, a batch of rows for each addition; uncompressed, to be mapped."""
+
+    endings = (".arrow",)
+
+    def __init__(self, place: Path, num_tokens: int) -> None:
+        import pyarrow
+
+        super().__init__(place, num_tokens)
+        self._kind = pyarrow.list_(pyarrow.from_numpy_dtype(self.dtype))
+        self._file: Any = pyarrow.ipc.new_file(str(self.new_paths[0]), pyarrow.schema([(COLUMN, self._kind)]))
+
+    def add(self, rows: Sequence[Sequence[int]]) -> None:
+        import pyarrow
+
+        self._file.write(pyarrow.record_batch({COLUMN: pyarrow.array(rows, self._kind)}))
+
+    def close(self) -> None:
+        self._file.close()
+
+
 class MegatronShard(ShardWriter):
     """NAME.bin with the tokens and NAME.idx with their places; each row is a document of one sequence."""
 
@@ -104,5 +125,5 @@ class MegatronShard(ShardWriter):
             file.write(lengths.tobytes() + starts.astype("<i8").tobytes() + bounds.tobytes())
 
 
-WRITERS: dict[str, type[ShardWriter]] = {"parquet": ParquetShard, "megatron": MegatronShard}
-PATTERNS = {"parquet": "*.parquet", "megatron": "*.idx"}
+WRITERS: dict[str, type[ShardWriter]] = {"parquet": ParquetShard, "arrow": ArrowShard, "megatron": MegatronShard}
+PATTERNS = {"parquet": "*.parquet", "arrow": "*.arrow", "megatron": "*.idx"}

@@ -1,0 +1,1 @@
+"""Arrow files, also those of `datasets.save_to_disk`."""
