@@ -53,7 +53,7 @@ STARTED = 'model.adapter={"type": "lora", "rank": 2, "start": "pissa"}'
     ("words", "number"),
     [
         (["training.max_steps=0"], 1),
-        (["data.padding_free=true", "compile=true"], 1),
+        (["data.padding_free=true", "data.pad_to=8"], 1),
         (["parallel.tensor=3"], 1),
         (["model.config.num_attention_heads=3"], 1),
         (["data.max_length=4000", 'model.freeze=["nothing"]'], 2),

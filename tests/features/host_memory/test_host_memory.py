@@ -91,7 +91,8 @@ def saver(folder: Path, per_host: int, step: int = 0, mirrored: bool = False, **
     mesh = ParallelMesh(torch.device("cpu"), dp_replicate=world_size)
     host = folder / f"host{mesh.rank // per_host}"
     host.mkdir(exist_ok=True)
-    saved = Saved(identity(tiny_recipe(**recipe), "data"))
+    # An epoch has one step.
+    saved = Saved(identity(tiny_recipe(**recipe), "data"), total_steps=lambda epochs, max_steps: max_steps or epochs)
     store = CheckpointStore(folder / "run", 2, seconds=2.0)
     notes = []
     memory, disk = HostMemory(host, store, mesh, notes.append), Disk(store, mesh)

@@ -101,8 +101,8 @@ def _cases(keys: Mapping[str, dict[str, Any]]) -> list[Any]:
 
 
 def _marks(name: str) -> list[pytest.MarkDecorator]:
-    # A block that still travels is kept, so the peak of a ring depends on the threads of the network.
-    own_turn = [pytest.mark.alone] if name.startswith("context ring") else []
+    # A block that still travels is kept, so the peak depends on the threads of the network.
+    own_turn = [pytest.mark.alone] if name.startswith(("context ring", "tensor sequence")) else []
     return [] if name == QUICK else [pytest.mark.nightly if name in NIGHTLY else pytest.mark.slow, *own_turn]
 
 
