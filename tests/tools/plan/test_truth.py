@@ -97,13 +97,8 @@ QUICK = "fp32"
 
 
 def _cases(keys: Mapping[str, dict[str, Any]]) -> list[Any]:
-    return [pytest.param(one, id=name, marks=_marks(name)) for name, one in keys.items()]
-
-
-def _marks(name: str) -> list[pytest.MarkDecorator]:
-    # A block that still travels is kept, so the peak depends on the threads of the network.
-    own_turn = [pytest.mark.alone] if name.startswith(("context ring", "tensor sequence")) else []
-    return [] if name == QUICK else [pytest.mark.nightly if name in NIGHTLY else pytest.mark.slow, *own_turn]
+    marks = [() if name == QUICK else pytest.mark.nightly if name in NIGHTLY else pytest.mark.slow for name in keys]
+    return [pytest.param(one, id=name, marks=mark) for (name, one), mark in zip(keys.items(), marks, strict=True)]
 
 
 @pytest.mark.parametrize("keys", _cases(ALONE))
