@@ -49,6 +49,7 @@ _PART_BYTES = 1 << 20
 _MOST_OF_GZIP = 1032  # times its bytes, the most that deflate can unpack
 _MOST_TIMES, _FREE_BYTES = 200, 1 << 30
 """Rows may have so many times the bytes of a compressed file, and so many in any case; text has 20 times at most."""
+_UNREAD_SHOWN = 6
 _LONGEST_REASON = 400  # maximum length of a reader's message, in characters
 
 
@@ -292,6 +293,12 @@ def readable(schema: pyarrow.Schema) -> Features:
             single = pyarrow.schema([column], schema.metadata)
             columns[column.name] = _without_views(datasets.Features.from_arrow_schema(single)[column.name])
     return datasets.Features(columns)
+
+
+def note_on_unread(key: str, columns: Sequence[str]) -> list[str]:
+    """Return a note on columns that `readable` leaves out, if there are any."""
+    note = f"columns of `{key}` with types that are not read: {listed(columns, _UNREAD_SHOWN)}"
+    return [note] if columns else []
 
 
 def dataset_of(table: pyarrow.Table, features: Mapping[str, Any]) -> Dataset:

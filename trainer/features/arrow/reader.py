@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from trainer.base.errors import DataError
-from trainer.base.text import listed
 from trainer.data.formats.base import (
     Files,
     Loaded,
@@ -18,13 +17,13 @@ from trainer.data.formats.base import (
     Row,
     TextOptions,
     dataset_of,
+    note_on_unread,
     readable,
     reason,
     require_own_names,
 )
 
 _ROWS_AT_ONCE = 1000
-_UNREAD_SHOWN = 6
 
 
 class ArrowReader(Reader):
@@ -43,8 +42,7 @@ class ArrowReader(Reader):
             unread |= dict.fromkeys(f"`{one.name}` ({one.type})" for one in table.schema if one.name not in features)
             if rows := table.slice(0, files.most_rows):
                 parts.append(dataset_of(rows.select(list(features)), features))
-        note = f"columns of `{files.key}` with types that are not read: {listed(list(unread), _UNREAD_SHOWN)}"
-        return (datasets.concatenate_datasets(parts) if parts else None), [note] if unread else []
+        return (datasets.concatenate_datasets(parts) if parts else None), note_on_unread(files.key, list(unread))
 
     def rows(self, path: Path, where: str, text: TextOptions) -> Iterator[Row | DataError]:
         for batch in _table(path, where).to_batches(_ROWS_AT_ONCE):

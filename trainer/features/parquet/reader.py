@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.base.errors import DataError
-from trainer.base.text import listed
 from trainer.data.formats.base import (
     Files,
     Loaded,
@@ -20,6 +19,7 @@ from trainer.data.formats.base import (
     ending,
     leaves,
     load_with_datasets,
+    note_on_unread,
     readable,
     reason,
     require_own_names,
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     import pyarrow
 
 _ROWS_AT_ONCE = 1000
-_UNREAD_SHOWN = 6
 
 
 class ParquetReader(Reader):
@@ -57,8 +56,7 @@ class ParquetReader(Reader):
         options: dict[str, Any] = {}
         if unread or features != datasets.Features.from_arrow_schema(first):
             options = {"columns": list(features), "features": features}
-        note = f"columns of `{files.key}` with types that are not read: {listed(unread, _UNREAD_SHOWN)}"
-        return load_with_datasets("parquet", files, **options), [note] if unread else []
+        return load_with_datasets("parquet", files, **options), note_on_unread(files.key, unread)
 
     def rows(self, path: Path, where: str, text: TextOptions) -> Iterator[Row | DataError]:
         import pyarrow

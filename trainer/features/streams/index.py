@@ -93,22 +93,31 @@ def _index(shard: Shard, pairs: Sequence[tuple[int, int]], checksum: int) -> Sha
 def _row_groups(shard: Shard) -> tuple[list[tuple[int, int]], int]:
     """Return the number of each row group with rows and its number of rows, and the checksum of the footer."""
 
-    def begin(_: int) -> Iterator[tuple[list[tuple[int, int]], int]]:
-        with shard.open() as raw, _parquet(raw) as file:
-            counts = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
-            yield [(number, count) for number, count in enumerate(counts) if count], _footer_checksum(shard, raw)
+    def counts(raw: Any) -> list[int]:
+        with _parquet(raw) as file:
+            return [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
 
-    return next(shard.resumed(0, begin, len))
+    return _with_footer(shard, counts)
 
 
 def _batches(shard: Shard) -> tuple[list[tuple[int, int]], int]:
     """Return the number of each batch with rows and its number of rows, and the checksum of the footer."""
 
+    def counts(raw: Any) -> list[int]:
+        # The footer has the places of the batches; each of them has its number of rows.
+        with _arrow(shard, raw) as file:
+            return [file.get_batch(number).num_rows for number in range(file.num_record_batches)]
+
+    return _with_footer(shard, counts)
+
+
+def _with_footer(shard: Shard, counts: Callable[[Any], list[int]]) -> tuple[list[tuple[int, int]], int]:
+    """Return the parts with rows, by the rows of all parts of an open shard, and the checksum of its footer."""
+
     def begin(_: int) -> Iterator[tuple[list[tuple[int, int]], int]]:
-        with shard.open() as raw, _arrow(shard, raw) as file:
-            # The footer has the places of the batches; each of them has its number of rows.
-            counts = [file.get_batch(number).num_rows for number in range(file.num_record_batches)]
-            yield [(number, count) for number, count in enumerate(counts) if count], _footer_checksum(shard, raw)
+        with shard.open() as raw:
+            found = counts(raw)
+            yield [(number, count) for number, count in enumerate(found) if count], _footer_checksum(shard, raw)
 
     return next(shard.resumed(0, begin, len))
 
@@ -198,7 +207,7 @@ _PARTS: Mapping[str, Callable[[Shard], tuple[list[tuple[int, int]], int]]] = {
 
 
 def first_rows(shards: Sequence[Shard]) -> Iterator[tuple[Shard, int, Dataset]]:
-    """Yield a shard, a row of it, and at most 1,000 rows from there on; no pass over JSON Lines is needed.
+    """Yield a shard, a row of it, and at most 1,000 rows from there on; no pass over a shard is needed.
 
     Raises:
         DataError: there is no row, or a shard is damaged.
@@ -207,8 +216,8 @@ def first_rows(shards: Sequence[Shard]) -> Iterator[tuple[Shard, int, Dataset]]:
     is_empty = True
     for shard in shards:
         first_row = 0
-        if shard.file_format != "json":
-            index = _index(shard, *_PARTS[shard.file_format](shard))
+        if shard.file_format == "parquet":
+            index = _index(shard, *_row_groups(shard))
         else:
             # One part without an end, since the rows are not counted yet.
             index = ShardIndex(shard, np.array([0]), np.array([np.iinfo(np.int64).max]))
@@ -308,10 +317,11 @@ class RowReader:
         with index.shard.open() as raw, _arrow(index.shard, raw) as file:
             features = self._types(file.schema, index.shard)
             skip = start - index.first_row(first)
-            for number in map(int, index.starts[first:]):
-                if number >= file.num_record_batches:
-                    raise _changed(index)
+            for number in range(int(index.starts[first]), file.num_record_batches):
                 batch = file.get_batch(number).select(list(features))
+                if len(batch) <= skip:
+                    skip -= len(batch)
+                    continue
                 batch.validate(full=True)  # a wrong offset would be read outside of the batch
                 at_once = min(_ROWS_AT_ONCE, max(1, _BYTES_AT_ONCE * len(batch) // max(1, batch.nbytes)))
                 for row in range(skip, len(batch), at_once):
